@@ -62,6 +62,11 @@ def test_ollamas_client_has_the_same_vectors(served):
     assert (told.prompt_eval_count, told.model) == (openai_vectors["usage"]["prompt_tokens"], "texts:latest")
     assert client.embeddings("texts", TEXTS[1]).embedding == told.embeddings[1]
     assert len(client.embed("texts", TEXTS[0], dimensions=7).embeddings[0]) == 7
+    assert client.embed("texts", "w1 " * 99).embeddings == client.embed("texts", "w1 " * 73).embeddings, (
+        "as Ollama cuts"
+    )
+    with pytest.raises(ollama.ResponseError, match=r"input\[1\] has 101 tokens, and this model takes 75"):
+        client.embed("texts", ["w1", "w1 " * 99], truncate=False)
     assert client.show("texts").capabilities == ["embedding"]
 
 
@@ -103,6 +108,7 @@ def test_documents_are_ranked_and_pairs_scored_by_the_cosine_of_their_vectors(se
             ({"text_1": "a"}, "text_1"),
             ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
             ({"queries": "a", "documents": []}, "documents"),
+            ({"queries": "a", "documents": ["b", "w1 " * 99]}, "documents[1]"),
             ({"queries": "a", "documents": "b", "instruction": "c"}, "instruction"),
         ):
             refused = http.post("/v1/score", json=wrong)

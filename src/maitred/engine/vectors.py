@@ -75,8 +75,8 @@ def embedding(
 def check_dimensions(asked: int | None, width: int | None) -> None:
     """Raises InvalidRequest for none, and for more than there are; a `width` of None is not known yet."""
     if asked is not None and (asked < 1 or (width is not None and asked > width)):
-        most = f"at most {width}, as many as the model's vectors have" if width is not None else "at least 1"
-        raise InvalidRequest(f"dimensions is {asked}; it must be {most}", param="dimensions")
+        most = "" if width is None else f", and at most {width}, as many as the model's vectors have"
+        raise InvalidRequest(f"dimensions is {asked}; it must be at least 1{most}", param="dimensions")
 
 
 def places(field: str, count: int) -> list[str]:
@@ -126,20 +126,18 @@ def _cosines(
     facts: PoolingFacts, pairs: Pairs, make: MakeRequest, *, cut_to: int | None
 ) -> PooledRequests[list[float]]:
     """Each text once, however many pairs it is in."""
-    roles = [
-        (role, text) for pair in pairs for role, text in zip((_QUERY_PROMPTS, _DOCUMENT_PROMPTS), pair, strict=True)
-    ]
-    places = {each: place for place, each in enumerate(dict.fromkeys(roles))}
-    requests = []
-    for names, text in places:
-        name = next((each for each in names if each in facts.prompts), None)
-        prompt = facts.prompts.get(name or facts.default_prompt, "")
-        requests.append(make(prompt + text, "embed", cut_to=cut_to, at="documents"))
+    requests, ends, known = list[RequestSpec](), list[int](), dict[tuple[str, str], int]()
+    for at, pair in zip(places("documents", len(pairs)), pairs, strict=True):
+        for names, text, field in zip((_QUERY_PROMPTS, _DOCUMENT_PROMPTS), pair, ("query", at), strict=True):
+            name = next((each for each in names if each in facts.prompts), facts.default_prompt)
+            if (name, text) not in known:
+                known[name, text] = len(requests)
+                requests.append(make(facts.prompts.get(name, "") + text, "embed", cut_to=cut_to, at=field))
+            ends.append(known[name, text])
 
     def scores(answers: Sequence[bytes]) -> list[float]:
         units = [unit(np.frombuffer(each, np.float32)) for each in answers]
-        ends = [units[places[each]] for each in roles]
-        return [float(query @ document) for query, document in zip(ends[::2], ends[1::2], strict=True)]
+        return [float(units[query] @ units[document]) for query, document in zip(ends[::2], ends[1::2], strict=True)]
 
     return PooledRequests(requests, scores)
 
@@ -167,13 +165,13 @@ def _answers(
     most = min(model.max_model_len, cut_to) if cut_to is not None and cut_to > 0 else model.max_model_len
     marks = Marks(tokenizer.added_tokens)  # which a client may not write into the form
     room, requests = max(most - len(before) - len(after), 0), list[RequestSpec]()
-    for query, document in pairs:
+    for at, (query, document) in zip(places("documents", len(pairs)), pairs, strict=True):
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         plain = MarkedText(text, [found.span() for found in marks.pattern.finditer(text)], marks)
         body = tokenizer.encode(plain, add_special_tokens=False)
         if len(body) > room and cut_to is None:
-            told = f"query and document have {len(body)} tokens, and this model takes {room} of them"
-            raise PromptTooLong(f"{told}; send shorter ones, or truncate_prompt_tokens: -1", param="documents")
+            told = f"{at} and the query have {len(body)} tokens, and this model takes {room} of them"
+            raise PromptTooLong(f"{told}; send shorter ones, or truncate_prompt_tokens: -1", param=at)
         requests.append(make([*before, *body[:room], *after], **how))
 
     def scores(answers: Sequence[bytes]) -> list[float]:

@@ -202,7 +202,7 @@ class TenantQuota:
             f"{budget}"
         )
         if num_tokens > left:
-            raise InsufficientQuota(f"{text}; ask for a smaller max_tokens")
+            raise InsufficientQuota(f"{text}; send less text, or ask for a smaller max_tokens")
         raise RateLimited(
             f"{text}, of which requests in flight hold {self.reserved_tokens}; try again when they are done",
             limit="token_budget",

@@ -59,6 +59,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     input: Raw | UnsetType = UNSET
     prompt: str | None = None
     dimensions: int | None = None
+    truncate: bool | None = None  # None is true
     keep_alive: Raw | UnsetType = UNSET
     options: Raw | UnsetType = UNSET
 
@@ -142,6 +143,7 @@ async def embed(embeddings: Handler, app: App, exchange: Exchange) -> None:
         raise InvalidRequest("input is missing; send a text or a list of texts", param="input")
     app.ignored_fields.heed(exchange, sent.unknown, _EMBED.known)
     asked = {"model": without_latest(body.model), "input": given, "dimensions": body.dimensions}
+    asked["truncate_prompt_tokens"] = None if body.truncate is False else -1
     told, usage = await _told_by(embeddings, app, exchange, asked)
     vectors = [each["embedding"] for each in told["data"]]
     answer = {"embedding": vectors[0]} if is_older else {"model": body.model or told["model"], "embeddings": vectors}

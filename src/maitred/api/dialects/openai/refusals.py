@@ -331,7 +331,7 @@ EMBEDDING_REFUSED: Refused = {
 }
 
 _ONE_AFTER_THE_OTHER = "their order is fixed: penalties, temperature, min_p, top_k, top_p"
-_NEVER_CUT = "prompts are never cut; shorten it yourself"
+_NEVER_CUT = "prompts are never cut, and texts of /v1/embeddings by truncate_prompt_tokens: -1 alone"
 _ADAPTER = "name the adapter in model"
 _THOUGHTS = "send reasoning_effort (none is off)"
 _WHY: Mapping[str, str] = {
