@@ -29,7 +29,7 @@ def test_one_text_many_texts_and_token_ids_are_all_prompts(llm: LLM):
     by_text = llm.generate("A table for two", GREEDY)
     by_ids = llm.generate(ids, GREEDY)
     both = llm.generate(["A table for two", "The bill"], GREEDY)
-    nested = llm.generate([ids, ids], GREEDY)
+    nested = llm.generate([{"prompt": "A table for two"}, {"prompt_token_ids": ids}], GREEDY)
     assert len(by_text) == len(by_ids) == 1
     assert by_text[0].prompt == "A table for two"
     assert by_ids[0].prompt is None
@@ -128,8 +128,10 @@ def test_bad_input_is_refused_before_anything_runs(llm: LLM):
         llm.generate(["x", None], GREEDY)  # type: ignore[list-item]
     with pytest.raises(InvalidRequest, match="0 entries for 1 prompts"):
         llm.generate("x", [])
-    with pytest.raises(InvalidRequest, match="prompts is dict"):
-        llm.generate({"prompt_token_ids": [5]})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="prompts is int"):
+        llm.generate(5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"prompts\[0\] is NoneType"):
+        llm.generate({"text": "x"})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="leave it out: keys and values are always cached"):
         llm.generate("x", GREEDY, use_cache=True)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="messages is a list"):

@@ -134,7 +134,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | int = 0,
@@ -428,15 +428,20 @@ def _unknown_argument(name: str) -> str:
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """One text, one list of token ids, or a list of either, as a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
+    """One text, one list of token ids, or a list of either, as a list of prompts.
+
+    A prompt may stand in a mapping too, by `prompt` or `prompt_token_ids`, as vLLM's do.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        prompts = [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidRequest(
             f"prompts is {type(prompts).__name__}; give a string, a list of token ids, or a list of either",
             param="prompts",
         )
-    listed = list(prompts)
+    listed = [
+        item.get("prompt_token_ids", item.get("prompt")) if isinstance(item, Mapping) else item for item in prompts
+    ]
     if listed and all(isinstance(item, int) for item in listed):
         return [listed]
     for position, item in enumerate(listed):
