@@ -223,11 +223,9 @@ class ClusterCore:
     def joined(self, facts: ReplicaFacts, now: float) -> list[Action]:
         """A replica is there, or tells other facts than before; its state is starting, ready or asleep."""
         is_new = facts.name not in self.fleet.by_name
-        if self.swapping is not None and self.swapping.knows(
-            facts.name
-        ):  # it may tell less: of tensors not its own name
-            names = dict.fromkeys((*(facts.models or ()), *self.swapping.names_of(facts.name)))
-            facts = replace(facts, models=tuple(names))
+        if self.swapping is not None:  # it may tell less: of tensors not its own name
+            names = (*(facts.models or ()), *self.swapping.names_of(facts.name))
+            facts = replace(facts, models=tuple(dict.fromkeys(names)))
         replica = self.fleet.put(facts, now)
         replica.error = facts.error
         self._health.budget.cover(replica.limit)

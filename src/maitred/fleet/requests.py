@@ -323,7 +323,7 @@ class Requests:
 
     def _loads(self, request: FleetRequest) -> bool:
         """Whether the request's model is one of several, and so will be loaded for it."""
-        return self._swapping is not None and self._swapping.knows(request.model)
+        return self._swapping is not None and request.model in self._swapping.names
 
     def unbar(self, bit: int) -> None:
         """Lift the bars on a bit that will be another replica's."""

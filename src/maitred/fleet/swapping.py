@@ -7,7 +7,8 @@ serves as many as wait for it; then the order is kept strictly until its model i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, KeysView, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -51,6 +52,10 @@ class FleetModel:
     pinned: bool = False  # loaded at the start, and never put out
     keep_alive_s: float | None = None  # without a request for so long (s) it is put out; None is when memory is needed
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.name, *self.names)))
+
 
 class ModelSet(NamedTuple):
     """Models, and the memory that those loaded share."""
@@ -62,7 +67,7 @@ class ModelSet(NamedTuple):
         """Raises ConfigError for a name that stands twice, and for a model that could never be loaded."""
         owners: dict[str, str] = {}
         for model in self.models:
-            for name in dict.fromkeys((model.name, *model.names)):
+            for name in model.all_names:
                 if owners.setdefault(name, model.name) != model.name:
                     raise ConfigError(f"models: {model.name} and {owners[name]} both answer to {name!r}; drop one")
         pinned = sum(model.memory_bytes for model in self.models if model.pinned)
@@ -117,16 +122,9 @@ class _Book:
     retry_at: float = 0.0
 
 
-class Swaps(NamedTuple):
-    """Models to load now, and to put out."""
-
-    loads: tuple[str, ...]
-    unloads: tuple[str, ...]
-
-
 @dataclass(slots=True)
-class _Plan:
-    """A decision while it is made."""
+class Swaps:
+    """Models to load now, and to put out; the rest is of the decision while it is made."""
 
     firsts: Mapping[str, FleetRequest]  # the first of those that wait for each model
     free: int  # bytes
@@ -145,24 +143,20 @@ class Swapping:
         several.check()
         self._several, self._swap_wait_s, self._fleet, self._waiting = several, swap_wait_s, fleet, waiting
         self._books = {m.name: _Book(m, m.memory_bytes, m.keep_alive_s, is_asked=m.pinned) for m in several.models}
-        self._owner = {name: m.name for m in several.models for name in (m.name, *m.names)}
+        self._owner = {name: m.name for m in several.models for name in m.all_names}
         self._closing: Mapping[str, Place | None] = {}
         self.closed: dict[str | None, Place | None] = {}
         """By what requests call a model: only requests before this place are bound there; None is none."""
         self.next_at: float | None = None
 
     @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> KeysView[str]:
         """Names that requests may ask for."""
         return self._owner.keys()
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Names that a model's replica answers to."""
-        model = self._books[name].model
-        return tuple(dict.fromkeys((model.name, *model.names)))
-
-    def knows(self, name: str | None) -> bool:
-        return name in self._owner
+        """Names that a model's replica answers to; none of a replica that is no model's."""
+        return self._books[name].model.all_names if name in self._books else ()
 
     def waits_for(self, name: str) -> list[FleetRequest]:
         """Requests that wait for a model, or for a place in it."""
@@ -170,25 +164,25 @@ class Swapping:
 
     def state(self, name: str) -> Residence:
         replica = self._fleet.by_name.get(name)
-        if replica is None or self._books[name].is_going:
-            return Residence.UNLOADED if replica is None else Residence.UNLOADING
-        named = {State.STARTING: Residence.LOADING, State.DRAINING: Residence.UNLOADING}
-        return named.get(replica.state, Residence.READY)
+        if replica is None:
+            return Residence.UNLOADED
+        if self._books[name].is_going or replica.state is State.DRAINING:
+            return Residence.UNLOADING
+        return Residence.LOADING if replica.state is State.STARTING else Residence.READY
 
     def views(self, now: float) -> tuple[ModelView, ...]:
-        waiting = [self._owner.get(request.model or "") for request in self._waiting]
-        return tuple(self._view(book, waiting.count(name), now) for name, book in self._books.items())
+        waiting = Counter(self._owner.get(request.model or "") for request in self._waiting)
+        return tuple(self._view(book, waiting[name], now) for name, book in self._books.items())
 
     def _view(self, book: _Book, num_waiting: int, now: float) -> ModelView:
-        model, replica = book.model, self._fleet.by_name.get(book.model.name)
-        expires_at = self._expires_at(book)
+        model, expires_at = book.model, self._expires_at(book)
         return ModelView(
             name=model.name,
             aliases=model.aliases,
             state=self.state(model.name).value,
             memory_bytes=book.memory_bytes,
             pinned=model.pinned,
-            in_flight=0 if replica is None else len(replica.in_flight),
+            in_flight=len(self._in_flight(model.name)),
             waiting=num_waiting,
             expires_in_s=None if expires_at is None else max(0.0, expires_at - now),
             error=book.failure,
@@ -266,9 +260,8 @@ class Swapping:
             book.is_going, book.keep_alive_s = True, book.model.keep_alive_s  # one that was asked for ends here
         self._closing = plan.closed
         self.closed = {each: place for name, place in plan.closed.items() for each in self.names_of(name)}
-        times = [at for at in self._times(firsts) if at > now]
-        self.next_at = min(times, default=None)
-        return Swaps(tuple(plan.loads), tuple(dict.fromkeys(plan.unloads)))
+        self.next_at = min((at for at in self._times() if at > now), default=None)
+        return plan
 
     def _firsts(self) -> dict[str, FleetRequest]:
         found: dict[str, FleetRequest] = {}
@@ -291,7 +284,7 @@ class Swapping:
         if is_ready:
             told = self._fleet.by_name[book.model.name].facts.memory_bytes
             book.memory_bytes = max(told or 0, book.memory_bytes)
-        busy = waits or self._is_busy(book.model.name)
+        busy = waits or bool(self._in_flight(book.model.name))
         if busy or book.was_busy:
             book.used_at = now
         book.was_ready, book.was_busy = is_ready, busy
@@ -300,16 +293,16 @@ class Swapping:
         book.is_dismissed &= state is not Residence.UNLOADED
         book.is_going &= state is not Residence.UNLOADED
 
-    def _is_busy(self, name: str) -> bool:
+    def _in_flight(self, name: str) -> Sized:
         replica = self._fleet.by_name.get(name)
-        return replica is not None and bool(replica.in_flight)
+        return () if replica is None else replica.in_flight
 
-    def _plan(self, firsts: Mapping[str, FleetRequest]) -> _Plan:
-        present = [(name, self.state(name)) for name in self._books]
-        used = sum(self._books[name].memory_bytes for name, state in present if state is not Residence.UNLOADED)
-        coming = sum(self._books[name].memory_bytes for name, state in present if state is Residence.UNLOADING)
-        free = self._several.memory_bytes - used
-        return _Plan(firsts, free, free + coming)
+    def _plan(self, firsts: Mapping[str, FleetRequest]) -> Swaps:
+        taken = Counter[Residence]()
+        for name, book in self._books.items():
+            taken[self.state(name)] += book.memory_bytes
+        free = self._several.memory_bytes - taken.total() + taken[Residence.UNLOADED]
+        return Swaps(firsts, free, free + taken[Residence.UNLOADING])
 
     def _wanted(self, firsts: Mapping[str, FleetRequest], now: float) -> list[str]:
         """Models that are not loaded and should be: by the policy's order of their first requests, then those asked."""
@@ -317,7 +310,7 @@ class Swapping:
         waited_for = sorted((n for n in out if n in firsts), key=lambda n: self._waiting.place(firsts[n]))
         return waited_for + [name for name in out if name not in firsts and self._books[name].is_asked]
 
-    def _make_room(self, plan: _Plan, name: str, now: float) -> None:
+    def _make_room(self, plan: Swaps, name: str, now: float) -> None:
         """Load a model where it fits, and no model before it in the order needs that memory. Else plan which others
         make room: those that are idle at once, others once requests behind its first have passed that long enough.
         """
@@ -346,30 +339,29 @@ class Swapping:
         pinned = [b.memory_bytes for n, b in self._books.items() if b.model.pinned and n != name]
         return min(self._books[name].memory_bytes, max(0, self._several.memory_bytes - sum(pinned)))
 
-    def _put_out_order(self, plan: _Plan, wanted: str, now: float) -> Iterator[str]:
+    def _put_out_order(self, plan: Swaps, wanted: str, now: float) -> Iterator[str]:
         """Models that may make room, the first to go first: those that have begun to, then by last use those that no
         request waits for, idle ones before busy ones, then those whose next request is last in the policy's order.
         """
-        present = [
-            name
-            for name, book in self._books.items()
-            if self.state(name) in (Residence.READY, Residence.LOADING)
-            and not book.model.pinned
-            and name not in plan.planned
-        ]
-        unawaited = [name for name in present if name not in plan.firsts]
-        awaited = [name for name in present if name in plan.firsts]
-        unawaited.sort(
-            key=lambda n: (self._is_busy(n) or self._lingers_until(n, wanted) > now, self._books[n].used_at, n)
-        )
-        awaited.sort(key=lambda name: self._waiting.place(plan.firsts[name]), reverse=True)
-        yield from sorted([*unawaited, *awaited], key=lambda name: name not in self._closing)
+        here = (Residence.READY, Residence.LOADING)
+        present = [n for n, b in self._books.items() if self.state(n) in here and not b.model.pinned]
 
-    def _may_go(self, other: str, name: str, place: Place | None, plan: _Plan, now: float) -> bool:
+        def last_use(name: str) -> tuple[bool, float, str]:
+            is_kept = bool(self._in_flight(name)) or self._lingers_until(name, wanted) > now
+            return is_kept, self._books[name].used_at, name
+
+        unawaited = sorted((n for n in present if n not in plan.firsts), key=last_use)
+        awaited = sorted(
+            (n for n in present if n in plan.firsts), key=lambda n: self._waiting.place(plan.firsts[n]), reverse=True
+        )
+        order = sorted([*unawaited, *awaited], key=lambda name: name not in self._closing)
+        return (name for name in order if name not in plan.planned)
+
+    def _may_go(self, other: str, name: str, place: Place | None, plan: Swaps, now: float) -> bool:
         """Whether a loaded model is idle: nothing is in flight there, and what waits for it is behind in the order and
         has had its turn.
         """
-        if self.state(other) is not Residence.READY or self._is_busy(other):
+        if self.state(other) is not Residence.READY or self._in_flight(other):
             return False
         for_background = place is not None and place[0]  # which ends no turn
         if for_background or self._turn_ends_at(other, name) > now:
@@ -399,13 +391,12 @@ class Swapping:
 
     def _is_over(self, name: str, firsts: Mapping[str, FleetRequest], now: float) -> bool:
         """Whether an idle model is to be put out though its memory is not needed."""
-        book = self._books[name]
-        if self.state(name) is not Residence.READY or self._is_busy(name) or name in firsts:
-            return False
+        book, is_ready = self._books[name], self.state(name) is Residence.READY
         expires_at = self._expires_at(book)
-        return book.is_dismissed or (expires_at is not None and expires_at <= now)
+        is_due = book.is_dismissed or (expires_at is not None and expires_at <= now)
+        return is_due and is_ready and not self._in_flight(name) and name not in firsts
 
-    def _times(self, firsts: Mapping[str, FleetRequest]) -> Iterator[float]:
+    def _times(self) -> Iterator[float]:
         """When something may fall due."""
         for name, book in self._books.items():
             expires_at = self._expires_at(book)
