@@ -157,7 +157,7 @@ def test_a_killed_model_goes_on_and_a_tensor_model_is_swapped_in_beside(tmp_path
         ("models: {a: {max_nun_seqs: 4}}", "no option 'max_nun_seqs' (did you mean max_num_seqs?)"),
         ("models: {a: {max_num_seqs: many}}", "max_num_seqs is 'many'; it must be an integer"),
         ("models: {a: {port: 1}}", "port is the router's"),
-        ("models: {a: {model: maitred-mini, pinned: 3}}", "pinned is true or false"),
+        ("models: {a: {model: maitred-mini, pinned: 3}}", "models: a: Expected `bool`, got `int` - at `$.pinned`"),
         ("models: {a: {model: maitred-mini, aliases: [b]}, b: {model: maitred-mini}}", "both answer to 'b'"),
         ("models: {a: {model: maitred-mini, kv_cache_memory_bytes: 1GiB}}", "kv_cache_memory_bytes"),
         ("model: {}", "has one key, `models`"),

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from maitred.cli import serve
 from maitred.cli.command import Options, typed
@@ -21,8 +23,15 @@ from maitred.fleet.swapping import FleetModel, ModelSet, bounded
 
 MODELS_SHARE = 0.8  # of the available memory, for weights and KV of loaded models: their processes need some beside
 KV_SHARE = 8  # of that memory, as its part, is the KV cache of a model whose size is not given, or one full context
-OWN_KEYS = ("aliases", "pinned", "keep_alive_s")
 OF_ROUTER = ("host", "port", "announce_fd", "config", "debug", "served_model_names", "fleet_token_file", "api_keys")
+
+
+class _Own(msgspec.Struct):
+    """Keys of a model that are not of `maitred serve`."""
+
+    aliases: list[Annotated[str, msgspec.Meta(min_length=1)]] = []
+    pinned: bool = False
+    keep_alive_s: float | None = None
 
 
 class Described(NamedTuple):
@@ -54,13 +63,10 @@ def read_several(
     described = {**_in_folder(folder, tell), **_in_file(file)}
     if not described:
         raise UsageError(f"no model is in {file or folder}; write models: {{NAME: {{model: FOLDER}}}}")
-    found, starts = list[FleetModel](), dict[str, tuple[str, ...]]()
-    for name, each in described.items():
-        model, starts[name] = _model(name, each, memory_bytes, words, tell)
-        found.append(model)
-    several = ModelSet(tuple(found), memory_bytes)
+    made = {name: _model(name, each, memory_bytes, words, tell) for name, each in described.items()}
+    several = ModelSet(tuple(model for model, _ in made.values()), memory_bytes)
     several.check()
-    return Several(several, starts)
+    return Several(several, {name: starts for name, (_, starts) in made.items()})
 
 
 def _in_file(path: str | None) -> dict[str, Described]:
@@ -74,9 +80,7 @@ def _in_file(path: str | None) -> dict[str, Described]:
         raise UsageError(f"--models {path}: {getattr(error, 'strerror', None) or error}; give a YAML file") from None
     models = told.get("models") if isinstance(told, dict) else None
     if not isinstance(models, dict) or len(told) != 1:
-        raise UsageError(
-            f"--models {path}: has one key, `models`, with a mapping of names: {{NAME: {{model: FOLDER}}}}"
-        )
+        raise UsageError(f"--models {path}: has one key, `models`, with a mapping: {{NAME: {{model: FOLDER}}}}")
     found = {}
     for name, fields in models.items():
         if name in (None, "") or not isinstance(fields, dict | None) or not str(name).isprintable() or '"' in str(name):
@@ -108,35 +112,31 @@ def _model(
     name: str, described: Described, memory_bytes: int, words: Sequence[str], tell: Callable[[str], None]
 ) -> tuple[FleetModel, tuple[str, ...]]:
     where, fields = described
-    own = {key: fields[key] for key in OWN_KEYS if key in fields}
-    aliases = own.get("aliases") or []
-    if not isinstance(aliases, list) or not all(isinstance(alias, str) and alias for alias in aliases):
-        raise UsageError(f"{where}: aliases is {aliases!r}; it must be a list of names")
-    keep_alive_s, pinned = own.get("keep_alive_s"), own.get("pinned", False)
-    if not isinstance(pinned, bool) or type(keep_alive_s) not in (int, float, type(None)):
-        raise UsageError(f"{where}: pinned is true or false, and keep_alive_s a number of seconds; correct {own}")
-    tensors = fields.get("model_repository")
-    model = fields.get("model") or (NO_MODEL if tensors is not None else name)
-    ours = [
-        str(model),
-        *_words({key: value for key, value in fields.items() if key not in (*OWN_KEYS, "model")}, where),
+    try:
+        own = msgspec.convert({key: fields[key] for key in _Own.__struct_fields__ if key in fields}, _Own)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {error}") from None
+    has_tensors = fields.get("model_repository") is not None
+    names = () if has_tensors else (name, *own.aliases)
+    starts = [
+        str(fields.get("model") or (NO_MODEL if has_tensors else name)),
+        *_words({key: value for key, value in fields.items() if key not in (*_Own.__struct_fields__, "model")}, where),
+        *(word for each in names for word in ("--served-model-name", each)),
     ]
-    starts = [*ours, *(word for each in (name, *aliases) if tensors is None for word in ("--served-model-name", each))]
     try:
         options = serve.COMMAND.parse([*words, *starts], environ={})
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-    names = dict.fromkeys((*aliases, *options[LoraConfig].lora, *_tensor_models(options)))
     needed, kv_bytes = _needed(options, memory_bytes, name, tell)
     if kv_bytes is not None:
         starts += ["--kv-cache-memory-bytes", str(kv_bytes)]
     found = FleetModel(
         name=name,
-        names=tuple(names),
-        aliases=tuple(aliases),
+        names=(*own.aliases, *options[LoraConfig].lora, *_tensor_models(options)),
+        aliases=tuple(own.aliases),
         memory_bytes=needed,
-        pinned=pinned,
-        keep_alive_s=bounded(keep_alive_s),
+        pinned=own.pinned,
+        keep_alive_s=bounded(own.keep_alive_s),
     )
     return found, (*words, *starts)
 
@@ -148,13 +148,11 @@ def _words(fields: Mapping[str, Any], where: str) -> list[str]:
     for key, value in fields.items():
         flag = flags.get(str(key).replace("-", "_"))
         if flag is None:
-            raise UsageError(f"{where}: no option {key!r}{did_you_mean(str(key), (*flags, *OWN_KEYS))}")
+            raise UsageError(f"{where}: no option {key!r}{did_you_mean(str(key), (*flags, *_Own.__struct_fields__))}")
         if flag.field in OF_ROUTER:
             raise UsageError(f"{where}: {key} is the router's; give it to `maitred route`, or leave it out")
-        if value is None:
-            continue
         try:
-            words += given_words(flag, typed(flag, value))
+            words += [] if value is None else given_words(flag, typed(flag, value))
         except (ValueError, UsageError):
             raise UsageError(f"{where}: {key} is {value!r}; it must be {flag.kind.form}") from None
     return words
@@ -167,8 +165,8 @@ def given_words(flag: Flag, value: Any) -> list[str]:
     if flag.kind is FlagKind.MAPPING:
         from json import dumps
 
-        pairs = ((key, each if isinstance(each, str) else dumps(each)) for key, each in value.items())
-        return [f"{flag.name}={key}={each}" for key, each in pairs]
+        texts = {key: each if isinstance(each, str) else dumps(each) for key, each in value.items()}
+        return [f"{flag.name}={key}={text}" for key, text in texts.items()]
     return [f"{flag.name}={each}" for each in (value if flag.kind is FlagKind.LIST else (value,))]
 
 
@@ -186,9 +184,8 @@ def _needed(options: Options, memory_bytes: int, name: str, tell: Callable[[str]
     be planned counts as nothing until it has told: its load says what is wrong with it.
     """
     repository = options[TensorConfig].model_repository
-    tensor_bytes = (
-        0 if repository is None else sum(p.stat().st_size for p in Path(repository).rglob("*") if p.is_file())
-    )
+    files_of_tensors = Path(repository).rglob("*") if repository is not None else ()
+    tensor_bytes = sum(path.stat().st_size for path in files_of_tensors if path.is_file())
     if options[ModelConfig].model == NO_MODEL:
         return tensor_bytes, None
     from maitred.engine.planning import plan_engine
@@ -206,12 +203,11 @@ def _needed(options: Options, memory_bytes: int, name: str, tell: Callable[[str]
     except (MaitredError, OSError) as error:
         tell(f"models  {name} cannot be planned: {error}")
         return tensor_bytes, None
-    states = plan.states.num_bytes if plan.states is not None else 0
-    kv_bytes = plan.kv_bytes
-    if config.cache.kv_cache_memory_bytes is None:
-        one = int(kv_bytes / max(1.0, plan.num_full_contexts))
-        kv_bytes = min(kv_bytes, max(one, memory_bytes // KV_SHARE))
-    buffers = available_bytes - plan.available_bytes
-    needed = plan.weights_bytes + states + kv_bytes + max(0, buffers) + tensor_bytes
+    kv_bytes, is_free = plan.kv_bytes, config.cache.kv_cache_memory_bytes is None
+    if is_free:
+        kv_bytes = min(kv_bytes, max(int(kv_bytes / max(1.0, plan.num_full_contexts)), memory_bytes // KV_SHARE))
+    state_bytes = plan.states.num_bytes if plan.states is not None else 0
+    buffer_bytes = max(0, available_bytes - plan.available_bytes)
+    needed = plan.weights_bytes + state_bytes + kv_bytes + buffer_bytes + tensor_bytes
     tell(f"models  {name} takes {format_bytes(needed)}, {format_bytes(kv_bytes)} of it for KV")
-    return needed, kv_bytes if config.cache.kv_cache_memory_bytes is None else None
+    return needed, kv_bytes if is_free else None
