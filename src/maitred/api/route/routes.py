@@ -155,25 +155,19 @@ async def show_models(router: Router, exchange: Exchange) -> None:
 
 
 def _loaded(view: ModelView, card: dict[str, Any]) -> LoadedModel:
-    told = card.get("meta") or {}  # of a loaded one
+    told, own = card.get("meta") or {}, ("aliases", "state", "memory_bytes", "pinned", "in_flight", "waiting", "error")
     return LoadedModel(
-        num_parameters=told.get("n_params"),
+        num_parameters=told.get("n_params"),  # of a loaded one, as all of `told`
         device=told.get("device"),
         dtype=told.get("dtype"),
         weights_bytes=told.get("size"),
         kv_bytes=told.get("kv_size"),
         id=view.name,
-        aliases=view.aliases,
         root=str(card.get("root") or view.name),
         since=card["created"],
         max_model_len=card.get("max_model_len") or 0,
-        state=view.state,
-        memory_bytes=view.memory_bytes,
-        pinned=view.pinned,
-        in_flight=view.in_flight,
-        waiting=view.waiting,
         expires_at=card["expires_at"],
-        error=view.error,
+        **{name: getattr(view, name) for name in own},
     )
 
 

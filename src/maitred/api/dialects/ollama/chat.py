@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +27,6 @@ from maitred.core.request import FinishReason
 from maitred.core.step import TokenLogprobs
 from maitred.engine.output import Piece, TextDelta
 from maitred.fleet.prefix_keys import keep_alive_s, without_latest
-from maitred.tenancy.caller import Caller
 from maitred.text.answer_parser import ArgumentsText, CallBegun
 
 
@@ -110,15 +109,9 @@ class OnlyLoaded(Exception):
         self.reply = reply
 
 
-def served_name(app: App, name: str | None, caller: Caller) -> str:
-    """The name that is meant: clients write `:latest` behind those that have no tag. Raises ModelNotFound."""
-    is_known = not name or app.is_model(name) or app.adapter(name, caller) is not None
-    return app.check_model((name if is_known else without_latest(name)) or None, caller)
-
-
-def empty_reply(name: str, path: str, done_reason: str) -> dict[str, Any]:
+def empty_reply(name: str, done_reason: str, *, is_chat: bool) -> dict[str, Any]:
     """The answer where nothing is asked, which loads or unloads the model."""
-    told = {"message": {"role": "assistant", "content": ""}} if path == "/api/chat" else {"response": ""}
+    told = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     now = rfc3339(int(time.time()))
     return {"model": name, "created_at": now, **told, "done": True, "done_reason": done_reason}
 
@@ -127,42 +120,20 @@ def rfc3339(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
-def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
-    """POST /api/chat. Raises InvalidRequest, UnsupportedParameter, ModelNotFound or OnlyLoaded."""
-    as_sent = _DECODER.decode(sent)
-    messages = as_sent.body.messages
-    return _ask(app, exchange, as_sent, lambda: _as_chat(messages), has_prompt=bool(messages), is_chat=True)
-
-
-def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
-    """POST /api/generate: one message of a chat, or with `raw` the text itself. Raises as `decode_chat`."""
+def decode(is_chat: bool, app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
+    """POST /api/chat, or /api/generate: one message of a chat, or with `raw` the text itself. Raises InvalidRequest,
+    UnsupportedParameter, ModelNotFound or OnlyLoaded.
+    """
     as_sent = _DECODER.decode(sent)
     body = as_sent.body
-    if has_value(body.images):
+    if not is_chat and has_value(body.images):
         raise unsupported_content("images", "images")
-    if body.raw and (body.system or body.context):
+    if not is_chat and body.raw and (body.system or body.context):
         raise InvalidRequest("raw takes the prompt as it is; leave system and context out", param="raw")
-
-    def messages() -> list[ChatMessage]:
-        system = [ChatMessage(role="system", content=body.system)] if body.system else []
-        return [*system, ChatMessage(role="user", content=body.prompt)]
-
-    return _ask(app, exchange, as_sent, messages, has_prompt=bool(body.prompt), is_chat=False)
-
-
-def _ask(
-    app: App,
-    exchange: Exchange,
-    sent: Sent[OllamaRequest],
-    messages: Callable[[], list[ChatMessage]],
-    *,
-    has_prompt: bool,
-    is_chat: bool,
-) -> GenerationAsk:
-    body, asked = sent.body, _as_asked(app, exchange, sent)
+    asked = _as_asked(app, exchange, as_sent)
     exchange.field_names = lambda: {**_FIELD_NAMES, **({"prompt": "messages"} if is_chat else {"messages": "prompt"})}
-    if not has_prompt:
-        raise OnlyLoaded(empty_reply(body.model or str(asked.model), exchange.scope["path"], "load"))
+    if not (body.messages if is_chat else body.prompt):
+        raise OnlyLoaded(empty_reply(body.model or str(asked.model), "load", is_chat=is_chat))
     reading = None if body.raw and not is_chat else ChatReading(app.model, app.grammars, asked, exchange.request_id)
     answer = OllamaAnswer(app, exchange.request_id, body, asked, reading, is_chat=is_chat)
     exchange.log |= {"model": asked.model, "stream": asked.stream, "n": 1}
@@ -172,7 +143,10 @@ def _ask(
             return [body.prompt or ""]
         if body.think and reading.format.reasoning is None:
             raise InvalidRequest(f'"{asked.model}" does not support thinking', param="think")
-        asked.messages = messages()
+        system = [ChatMessage(role="system", content=body.system)] if body.system else []
+        asked.messages = (
+            _as_chat(body.messages) if is_chat else [*system, ChatMessage(role="user", content=body.prompt)]
+        )
         (prompt,) = reading.prompts()
         if is_chat or not body.context:
             return [prompt]
@@ -196,7 +170,9 @@ def _ask(
 def _as_asked(app: App, exchange: Exchange, sent: Sent[OllamaRequest]) -> ChatCompletionRequest:
     """The fields by the names of a chat's, messages left out."""
     body, options = sent.body, sent.body.options or OllamaOptions()
-    model = served_name(app, body.model, exchange.caller)
+    name, caller = body.model or None, exchange.caller
+    if name and not app.is_model(name) and app.adapter(name, caller) is None:
+        name = without_latest(name)  # clients write it behind names that have no tag
     for name, value in sent.refused.items():
         if bytes(value) not in (b"null", b'""'):
             raise unsupported(name, _WHY[name])
@@ -221,7 +197,7 @@ def _as_asked(app: App, exchange: Exchange, sent: Sent[OllamaRequest]) -> ChatCo
     given |= {name: None for name in ("max_completion_tokens", "seed") if (given[name] or 0) < 0}
     return ChatCompletionRequest(
         messages=[],
-        model=model,
+        model=app.check_model(name, caller),
         stream=body.stream is not False,
         **given,
         logprobs=body.logprobs,
@@ -235,12 +211,12 @@ def _as_asked(app: App, exchange: Exchange, sent: Sent[OllamaRequest]) -> ChatCo
 
 def _response_format(format: Raw | UnsetType) -> Raw | UnsetType:
     """`"json"` or a schema, as a chat's `response_format`."""
-    sent = b"null" if isinstance(format, UnsetType) else bytes(format)
-    if sent in (b"null", b'""'):
+    sent = b"" if isinstance(format, UnsetType) else bytes(format)
+    if sent in (b"", b"null", b'""'):
         return UNSET
-    if sent != b'"json"' and not sent.startswith(b"{"):
+    if sent != b'"json"' and sent[:1] != b"{":
         raise InvalidRequest('format must be "json" or a JSON schema', param="format")
-    return Raw(b'{"type":"json_object"}' if sent == b'"json"' else b'{"type":"json_object","schema":%b}' % sent)
+    return Raw(b'{"type":"json_object"%b}' % (b"" if sent == b'"json"' else b',"schema":' + sent))
 
 
 def _as_chat(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,8 @@ async def steered(generate: Callable[..., Awaitable[None]], router: Any, exchang
             name = router.models.untagged(sent.model) or router.fleet.core.several.models[0].name
             await router.models.check(name, exchange.caller)
             router.fleet.hear(router.fleet.core.unload_asked, name)
-            await exchange.answer_json(empty_reply(sent.model or name, exchange.scope["path"], "unload"))
+            is_chat = exchange.scope["path"] == "/api/chat"
+            await exchange.answer_json(empty_reply(sent.model or name, "unload", is_chat=is_chat))
             return
     await generate(router, exchange, body)
 
@@ -105,7 +106,7 @@ async def steered(generate: Callable[..., Awaitable[None]], router: Any, exchang
 async def pull(cards_of: Handler, service: Service, exchange: Exchange) -> None:
     """POST /api/pull of a model that is here. Raises ModelNotFound, which says how others come."""
     body = decode_small(await body_of(exchange), _NAMED)
-    _card_of(await _cards(cards_of, service, exchange), body)
+    _card_of((await _told_by(cards_of, service, exchange))[0], body)
     headers = JSON_HEADERS if body.stream is False else exchange.format.stream.headers
     await exchange.answer(b'{"status":"success"}\n', 200, headers)
 
@@ -153,28 +154,22 @@ async def embed(embeddings: Handler, app: App, exchange: Exchange) -> None:
     await exchange.answer_json(answer, headers=usage)
 
 
-async def _cards(cards_of: Handler, service: Service, exchange: Exchange) -> list[dict[str, Any]]:
-    """Those of /v1/models."""
-    cards: list[dict[str, Any]] = (await _told_by(cards_of, service, exchange))[0]["data"]
-    return cards
-
-
-def _card_of(cards: Sequence[dict[str, Any]], asked: NamedModel) -> dict[str, Any]:
+def _card_of(told: dict[str, Any], asked: NamedModel) -> dict[str, Any]:
     """The card of the model that is named, with or without `:latest`. Raises ModelNotFound, which says how others come,
     and InvalidRequest where none is named.
     """
     if not (name := asked.model or asked.name):
         raise InvalidRequest("model is required", param="model")
-    for card in cards:
-        if card["id"] in (name, without_latest(name)):
-            return card
-    there = told_names([card["id"] for card in cards])
+    cards: dict[str, dict[str, Any]] = {card["id"]: card for card in told["data"]}
+    if (card := cards.get(name) or cards.get(without_latest(name) or "")) is not None:
+        return card
+    there = told_names(list(cards))
     raise ModelNotFound(f"there is no model {shortened(repr(name))}; there are: {there}; {NO_FILES}", param="model")
 
 
 async def list_models(cards_of: Handler, service: Service, exchange: Exchange) -> None:
     """GET /api/tags, and /api/ps: models in memory, each once. `cards_of` is the handler of /v1/models."""
-    cards = await _cards(cards_of, service, exchange)
+    cards = (await _told_by(cards_of, service, exchange))[0]["data"]
     if exchange.scope["path"] == "/api/tags":
         await exchange.answer_json({"models": [_listed(card) for card in cards]})
         return
@@ -241,7 +236,7 @@ def _human(number: int) -> str:
 async def show(cards_of: Handler, app: App, exchange: Exchange) -> None:
     """POST /api/show: what a model can do, which clients read before they offer it. Raises ModelNotFound."""
     body = decode_small(await body_of(exchange), _NAMED)
-    card, model = _card_of(await _cards(cards_of, app, exchange), body), app.model
+    card, model = _card_of((await _told_by(cards_of, app, exchange))[0], body), app.model
     capabilities, template, license = ["embedding"], "", ""
     if app.is_model(card["id"]) or card.get("parent"):
         capabilities, template, license = await app.text.run(0, lambda: _read(app), may_take_long=True)

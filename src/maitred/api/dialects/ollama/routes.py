@@ -21,16 +21,15 @@ _LINES = ((b"content-type", b"application/x-ndjson"), *SSE_HEADERS[1:])
 OLLAMA = DialectFormat(StreamFormat(b"", _LINES, b"", before_error=b"", after_error=b"\n"), ErrorText, TEXT_ERRORS.told)
 
 
-def _decode(name: str, *given: Any) -> GenerationAsk:
-    from maitred.api.dialects.ollama import chat  # noqa: PLC0415 - for those who ask
+def _decode(*given: Any) -> GenerationAsk:
+    from maitred.api.dialects.ollama.chat import decode  # noqa: PLC0415 - for those who ask
 
-    ask: GenerationAsk = getattr(chat, name)(*given)
-    return ask
+    return decode(*given)
 
 
 DIALECTS = {
-    "/api/chat": Dialect(OLLAMA, partial(_decode, "decode_chat"), body_of),
-    "/api/generate": Dialect(OLLAMA, partial(_decode, "decode_generate"), body_of),
+    path: Dialect(OLLAMA, partial(_decode, is_chat), body_of)
+    for path, is_chat in (("/api/chat", True), ("/api/generate", False))
 }
 
 
