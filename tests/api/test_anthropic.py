@@ -80,20 +80,26 @@ def test_blocks_become_the_messages_of_a_chat(client, replica):
             {"role": "system", "content": "Be quick."},
             {"role": "critic", "content": "Hm."},
         ],
-        tools=[WEATHER, SEARCH, {"type": "bash_20250124", "name": "bash"}],
+        tools=[
+            WEATHER,
+            SEARCH,
+            {"type": "bash_20250124", "name": "bash"},
+            {"type": "memory_20250818", "name": "memory"},
+            {"type": "mcp_toolset", "mcp_server_name": "x"},
+            {"type": "computer_20251124", "name": "computer", "display_width_px": 9, "display_height_px": 9},
+        ],
         extra_headers={"anthropic-beta": "context-1m-2025-08-07,other-1"},
     )
     tools, _, rest = prompt.partition("<system>Be")
     assert [tool["function"]["name"] for tool in json.loads(tools.removeprefix("<system>Tools: "))] == [
-        "weather",
-        "bash",
+        *("weather", "bash", "memory"),
     ]
     assert rest == (
         " kind.\nBe short.<user>Page\none\nhi"
         f"<assistant><think>\nhm\n</think>\n\nI look.{CALL}"
         "<tool>Error: no<user>So?<system>Be quick.<user>Hm.<assistant>"
     )
-    assert headers["x-maitred-ignored-tools"] == "web_search_20250305"
+    assert headers["x-maitred-ignored-tools"] == "web_search_20250305, mcp_toolset, computer_20251124"
     assert headers["x-maitred-ignored-fields"] == (
         "messages.content.server_tool_use, messages.content.web_search_tool_result, messages.role.critic, "
         "anthropic-beta.context-1m-2025-08-07, anthropic-beta.other-1"

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -171,6 +172,11 @@ def test_every_answer_of_a_limited_tenant_tells_what_is_left(house):
     assert limits_of(refused)["remaining-requests"] == "0"
     assert 55 <= int(refused.headers["retry-after"]) <= 61
     assert float(refused.headers["retry-after-ms"]) <= 1000 * int(refused.headers["retry-after"])
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20}
+    theirs = httpx.post(f"{house.url}/v1/messages", json=asked, headers={"x-api-key": "rpm"}, timeout=HANGS_S)
+    told = [theirs.headers[f"anthropic-ratelimit-requests-{what}"] for what in ("limit", "remaining", "reset")]
+    assert (theirs.status_code, told[:2], limits_of(theirs)) == (429, ["3", "0"], {})
+    assert datetime.fromisoformat(told[2]) > datetime.now(UTC)
     assert limits_of(post(house, "free")) == {}
     assert post(house, "rpm", max_tokens=-1).status_code == 400, "a wrong request is told so first"
 

@@ -548,6 +548,7 @@ WALL_CLOCK_USERS = {
     "api/batches.py": "a batch's dates, and its window, which holds over restarts",
     "api/dialects/openai/vectors.py": "`created`",
     "api/dialects/ollama/chat.py": "`created_at`",
+    "api/dialects/anthropic/schemas.py": "when a limit is whole again",
     "api/dialects/anthropic/messages.py": "an answer's date, which is told of resumed streams",
     "api/dialects/openai/batches.py": "dates of files, and when they expire",
     "api/dialects/responses/answers.py": "`completed_at`",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from maitred.core.errors import InsufficientQuota, RateLimited
 from maitred.tenancy.shared import SharedQuota, SharedQuotas, SharedWindow
@@ -20,6 +21,15 @@ US_PER_MS = 1000
 SLOT_S = 0.5
 SILENT_SHARE, SILENT_LEAST = 4, 256
 FULL_RETRY_S = 1.0  # the end of a request cannot be known
+
+
+class LimitLeft(NamedTuple):
+    """What is left of a limit in a minute; all of it in `reset_s`."""
+
+    name: str
+    limit: int
+    left: int
+    reset_s: float
 
 
 class SlidingWindow:
@@ -219,6 +229,13 @@ class TenantQuota:
 
     def headers(self, now: float) -> Iterator[tuple[str, str]]:
         """The x-ratelimit headers, for the limits there are."""
+        for name, limit, left, reset_s in self.left(now):
+            yield f"x-ratelimit-limit-{name}", str(limit)
+            yield f"x-ratelimit-remaining-{name}", str(left)
+            yield f"x-ratelimit-reset-{name}", duration_text(reset_s)
+
+    def left(self, now: float) -> Iterator[LimitLeft]:
+        """What is left of the limits there are."""
         for name, window, limit, unit in (
             ("requests", self._requests, self.limits.requests_per_minute, 1),
             ("tokens", self._tokens, self.limits.tokens_per_minute, 1),
@@ -226,9 +243,7 @@ class TenantQuota:
         ):
             if limit is not None:
                 window.expire(now)
-                yield f"x-ratelimit-limit-{name}", str(limit)
-                yield f"x-ratelimit-remaining-{name}", str(max(0, (limit * unit - window.total) // unit))
-                yield f"x-ratelimit-reset-{name}", duration_text(window.until_empty(now))
+                yield LimitLeft(name, limit, max(0, (limit * unit - window.total) // unit), window.until_empty(now))
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls; slow."""

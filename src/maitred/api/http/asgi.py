@@ -27,7 +27,10 @@ from maitred.tenancy.caller import Caller
 TOLD_AGAIN_S = 60.0
 ASKED_BY, TOLD_BY = b"endpoint-load-metrics-format", b"endpoint-load-metrics"  # load reports, see `load_report`
 RATE_LIMIT_HEADERS = tuple(
-    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+    name
+    for of in ("requests", "tokens")
+    for what in ("limit", "remaining", "reset")
+    for name in (f"x-ratelimit-{what}-{of}", f"anthropic-ratelimit-{of}-{what}")
 )
 EXPOSED_HEADERS = (
     *("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", *(h.decode() for h in TOLD_OF_BODIES)),
@@ -117,7 +120,7 @@ class AsgiApp:
         """
         headers: list[Header] = []
         if hasattr(exchange, "caller") and not exchange.caller.is_anybody and exchange.caller.tenant.limits.any:
-            told = exchange.caller.quota.headers(self.app.clock.now())
+            told = exchange.format.limit_headers(exchange.caller.quota, self.app.clock.now())
             headers += [(name.encode(), value.encode()) for name, value in told]
         asked = exchange.headers.get(ASKED_BY)
         if exchange.trace_header is not None:

@@ -10,6 +10,7 @@ import msgspec
 
 from maitred.api.http.errors import HttpError, MethodNotAllowed, shortened
 from maitred.core.errors import RouteNotFound, did_you_mean
+from maitred.tenancy.quota import TenantQuota
 
 SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,6 +41,8 @@ class DialectFormat(NamedTuple):
     """Statuses by an error's code, where the dialect has its own."""
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
     """Headers of every answer with the request's id."""
+    limit_headers: Callable[[TenantQuota, float], Iterable[tuple[str, str]]] = TenantQuota.headers
+    """Headers of every answer to a tenant with limits, as of now."""
 
     def error_body(self, error: HttpError) -> bytes:
         """JSON, with the error's status."""

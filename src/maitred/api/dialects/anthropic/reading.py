@@ -45,23 +45,29 @@ _EFFORTS = {"max": "xhigh"}  # others are named alike
 _TIERS = {"auto": "auto", "standard_only": "default"}
 
 
-_TEXT, _LINE = {"type": "string"}, {"type": "integer"}
-_COMMAND = {"type": "string", "enum": ["view", "create", "str_replace", "insert"]}
-_EDITING = dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _TEXT)
-# Tools that the client runs and whose schema Anthropic's models know, by what their types begin with.
-# Source: the inputs that `anthropic.lib.tools` of the client takes.
-CLIENT_TOOLS: Mapping[str, Mapping[str, Any]] = {
-    "bash_": {"type": "object", "properties": {"command": _TEXT, "restart": {"type": "boolean"}}},
-    "text_editor_": {
-        "type": "object",
-        "properties": {
-            "command": _COMMAND,
-            **_EDITING,
-            "insert_line": _LINE,
-            "view_range": {"type": "array", "items": _LINE, "minItems": 2, "maxItems": 2},
-        },
-        "required": ["command", "path"],
-    },
+_TEXT = {"type": "string"}
+_EDITS = ("view", "create", "str_replace", "insert")
+_EDITOR = {
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _TEXT),
+    "insert_line": {"type": "integer"},
+    "view_range": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+}
+_MEMORY = {"command": {"enum": (*_EDITS, "delete", "rename")}, **_EDITOR, "old_path": _TEXT, "new_path": _TEXT}
+# Tools that the client runs and that Anthropic's models know, by what their types begin with: what the model is told,
+# their fields, and those that a call must have. Source: the inputs that `anthropic` 2.14 takes (lib/tools and
+# types/beta). `computer_*` answers with images, which are not read here.
+CLIENT_TOOLS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
+    "bash_": (
+        "Runs a command in a shell that stays open; restart begins a new one.",
+        {"command": _TEXT, "restart": {"type": "boolean"}},
+        (),
+    ),
+    "text_editor_": ("Shows and changes files.", {"command": {"enum": _EDITS}, **_EDITOR}, ("command", "path")),
+    "memory_": (
+        "Keeps files under /memories from one conversation to the next: look there first, and note what will matter.",
+        _MEMORY,
+        ("command",),
+    ),
 }
 
 
@@ -257,17 +263,18 @@ class MessagesReading:
         """Tools that a client runs, as functions; those that run on Anthropic's servers are noted."""
         made: list[dict[str, Any]] = []
         for number, tool in enumerate(sent):
-            schema: Any = tool.input_schema
-            kind = tool.type or "custom"
-            if schema is UNSET:
-                schema = next((known for begin, known in CLIENT_TOOLS.items() if kind.startswith(begin)), None)
-            if schema is None and kind != "custom":
+            schema, description, kind = tool.input_schema, tool.description or "", tool.type or "custom"
+            known = next((of for begin, of in CLIENT_TOOLS.items() if kind.startswith(begin)), None)
+            if schema is UNSET and known is not None:
+                description, properties, required = known
+                schema = Raw(_encode({"type": "object", "properties": properties, "required": required}))
+            elif schema is UNSET and kind != "custom":
                 self.ignored_tools.append(kind)
                 continue
-            if schema is None:
+            elif schema is UNSET:
                 at = f"tools[{number}].input_schema"
                 raise InvalidRequest(f"{at} is missing", param=at)
-            function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
+            function: dict[str, Any] = {"name": tool.name, "description": description, "parameters": schema}
             if tool.strict:
                 function["strict"] = True
             self._tools_at.append(number)

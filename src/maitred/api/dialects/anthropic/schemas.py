@@ -6,7 +6,10 @@ stays Raw, because that of unknown types may be anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +18,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from maitred.api.dialects.openai.schemas import AnyObject, Count
 from maitred.api.http.errors import HttpError
 from maitred.api.http.routes import DialectFormat, StreamFormat
+from maitred.tenancy.quota import TenantQuota
 
 AnyJson = Annotated[Raw | UnsetType, Meta(extra_json_schema={"type": ["string", "array", "object", "null"]})]
 
@@ -48,7 +52,7 @@ class SentTurn(msgspec.Struct, kw_only=True):
 
 
 class SentTool(msgspec.Struct, kw_only=True):
-    name: str
+    name: str = ""  # a set of tools has none
     type: str | None = None
     description: str | None = None
     input_schema: AnyObject = UNSET
@@ -205,10 +209,19 @@ def _told(error: HttpError) -> AnthropicError:
     return AnthropicError(AnthropicErrorObject(kind, message), error.request_id or None)
 
 
+def _limit_headers(quota: TenantQuota, now: float) -> Iterator[tuple[str, str]]:
+    """Source: https://platform.claude.com/docs/en/api/rate-limits; tokens are those of prompt and answer together."""
+    for name, limit, left, reset_s in quota.left(now):
+        reset = datetime.fromtimestamp(math.ceil(time.time() + reset_s), UTC)
+        told = {"limit": limit, "remaining": left, "reset": f"{reset:%Y-%m-%dT%H:%M:%SZ}"}
+        yield from ((f"anthropic-ratelimit-{name}-{what}", str(value)) for what, value in told.items())
+
+
 ANTHROPIC = DialectFormat(
     StreamFormat(before_error=b"event: error\ndata: "),
     AnthropicError,
     _told,
     _STATUSES,
     (b"x-request-id", b"request-id"),
+    _limit_headers,
 )
