@@ -64,8 +64,10 @@ async def test_a_similar_prompt_has_the_same_answer_and_another_has_its_own(tmp_
         for fields in other:  # all else must be the same
             assert (await ask(http, NEAR, stream=stream, **fields)).headers["x-maitred-cache"] == "miss"
         assert (await ask(http, NEAR, cache_control="no-cache", stream=stream)).headers["x-maitred-cache"] == "miss"
+        of_input = [await http.post("/v1/responses", json={"input": text, "temperature": 0}) for text in (LONG, NEAR)]
+        assert [told.headers["x-maitred-cache"].partition(";")[0] for told in of_input] == ["miss", "similar"]
         page = (await http.get("/metrics")).text
-        assert 'maitred_result_cache_requests_total{result="similar"} 1.0' in page
+        assert 'maitred_result_cache_requests_total{result="similar"} 2.0' in page
         assert "maitred_result_cache_similar_on 1.0" in page
 
 

@@ -75,9 +75,12 @@ def compared(body: bytes, *, path: str, tenant: str, revision: str) -> Compared 
     """
     texts = texts_of(asked := read_asked(path, body))
     try:
-        last = texts[-1] if asked.messages is UNSET else (message := _message(texts[-1])).content
-        if asked.messages is not UNSET and message.role != "user":
-            return None
+        last, is_text = texts[-1], asked.messages is UNSET or bytes(texts[-1])[:1] == b'"'  # or a response's input
+        if not is_text:
+            message = _message(last)
+            if message.role != "user":
+                return None
+            last = message.content
         text = _text(last)
     except (IndexError, msgspec.MsgspecError):
         return None
