@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from maitred.api.http.routes import Route
     from maitred.api.route.fleet import MakeLauncher
     from maitred.api.route.router import Router
-    from maitred.cli.several import Several
+    from maitred.fleet.swapping import ModelSet
     from maitred.storage.key_files import TenantFile
     from maitred.storage.ledger import Ledger
 
@@ -81,12 +81,13 @@ def read_plan(path: str) -> PlanFile:
     return plan
 
 
-def _local(words: tuple[str, ...], token: str, given: RouteOptions, several: Several | None) -> MakeLauncher:
+def _local(words: tuple[str, ...], token: str, given: RouteOptions, several: ModelSet | None) -> MakeLauncher:
     """Replicas on this machine, as processes."""
     from maitred.fleet.launch import LocalLauncher
 
     if several is not None:
-        return lambda on_event: LocalLauncher((), token=token, on_event=on_event, named=several.words)
+        named = {model.name: model.words for model in several.models}
+        return lambda on_event: LocalLauncher((), token=token, on_event=on_event, named=named)
     if given.plan is None:
         return lambda on_event: LocalLauncher(words, token=token, on_event=on_event)
     plan = read_plan(given.plan)
@@ -94,7 +95,7 @@ def _local(words: tuple[str, ...], token: str, given: RouteOptions, several: Sev
     return lambda on_event: LocalLauncher(words, token=token, on_event=on_event, kinds=plan.plans[0].replicas)
 
 
-def _ray(words: tuple[str, ...], token: str, given: RouteOptions, several: Several | None) -> MakeLauncher:
+def _ray(words: tuple[str, ...], token: str, given: RouteOptions, several: ModelSet | None) -> MakeLauncher:
     """Replicas on the nodes of a Ray cluster, as actors. Raises ConfigError without the extra `ray`."""
     if several is not None:
         raise ConfigError("several models share the memory of this machine; leave --launch ray out, or --models")
@@ -106,7 +107,7 @@ def _ray(words: tuple[str, ...], token: str, given: RouteOptions, several: Sever
     )
 
 
-MakeMakeLauncher = Callable[[tuple[str, ...], str, "RouteOptions", "Several | None"], "MakeLauncher"]
+MakeMakeLauncher = Callable[[tuple[str, ...], str, "RouteOptions", "ModelSet | None"], "MakeLauncher"]
 LAUNCHERS: dict[str, MakeMakeLauncher] = {"local": _local, "ray": _ray}
 """Given the words of `maitred serve` and the fleet's secret."""
 
@@ -223,7 +224,7 @@ def route_several(options: Options) -> int:
     return run_router(COMMAND.parse([*words, "--", *after]))
 
 
-def _several(options: Options) -> Several | None:
+def _several(options: Options) -> ModelSet | None:
     """Several models, where a file or a folder names them. Raises UsageError, ConfigError."""
     asked, given = options[SeveralOptions], options[RouteOptions]
     if not asked.are_given:
@@ -238,7 +239,7 @@ def _several(options: Options) -> Several | None:
     return read_several(asked.models, asked.models_dir, asked.models_memory_bytes, options.after_dashes, tell)
 
 
-def _launcher(options: Options, token: FleetToken, several: Several | None) -> MakeLauncher:
+def _launcher(options: Options, token: FleetToken, several: ModelSet | None) -> MakeLauncher:
     """Launcher of the router's own replicas. Raises ConfigError where there can be none."""
     given = options[RouteOptions]
     ((_, secret),) = token.shown()
@@ -250,7 +251,7 @@ def _router(
     targets: tuple[RouteTarget, ...],
     token: FleetToken,
     launch: MakeLauncher | None,
-    several: Several | None,
+    several: ModelSet | None,
     tenants: TenantFile | None,
     ledger: Ledger | None,
 ) -> Router:
@@ -274,7 +275,7 @@ def _router(
         handover=HandoverConfig(handover=given.handover, **promised(server.slo)),
         bounds=Bounds.parse(given.replicas) if given.replicas is not None else None,
         ledger=ledger,
-        several=several.models if several is not None else None,
+        several=several,
     )
 
 
@@ -302,9 +303,9 @@ def targets_of(urls: tuple[str, ...]) -> tuple[RouteTarget, ...]:
     return targets
 
 
-def _listed(given: RouteOptions, several: Several | None) -> str:
+def _listed(given: RouteOptions, several: ModelSet | None) -> str:
     if several is not None:
-        return f"{len(several.words)} models ({', '.join(several.words)})"
+        return f"{len(several.models)} models ({', '.join(model.name for model in several.models)})"
     if given.replicas is not None:
         return f"{given.replicas} replica{'' if given.replicas == '1' else 's'} of its own"
     return given.urls[0] if len(given.urls) == 1 else f"{len(given.urls)} addresses"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,42 +34,26 @@ class _Own(msgspec.Struct):
     keep_alive_s: float | None = None
 
 
-class Described(NamedTuple):
-    """A model as a file or a folder names it."""
-
-    where: str  # for errors
-    fields: Mapping[str, Any]
-
-
-class Several(NamedTuple):
-    """Models, and the words of `maitred serve` that start each."""
-
-    models: ModelSet
-    words: Mapping[str, tuple[str, ...]]
-
-
 def read_several(
     file: str | None,
     folder: str | None,
     memory_bytes: int | None,
     words: Sequence[str],
     tell: Callable[[str], None],
-) -> Several:
-    """`words` are for `maitred serve` too, before each model's own. Raises UsageError, and ConfigError for a model that
-    memory can never hold.
+) -> ModelSet:
+    """`words` are for `maitred serve` too, before each model's own. Raises UsageError, and ConfigError for a context
+    that memory can never hold.
     """
     if memory_bytes is None:
         memory_bytes = int(MODELS_SHARE * available_memory_bytes())
     described = {**_in_folder(folder, tell), **_in_file(file)}
     if not described:
         raise UsageError(f"no model is in {file or folder}; write models: {{NAME: {{model: FOLDER}}}}")
-    made = {name: _model(name, each, memory_bytes, words, tell) for name, each in described.items()}
-    several = ModelSet(tuple(model for model, _ in made.values()), memory_bytes)
-    several.check()
-    return Several(several, {name: starts for name, (_, starts) in made.items()})
+    models = (_model(name, fields, memory_bytes, words, tell) for name, fields in described.items())
+    return ModelSet(tuple(models), memory_bytes)
 
 
-def _in_file(path: str | None) -> dict[str, Described]:
+def _in_file(path: str | None) -> dict[str, Mapping[str, Any]]:
     if path is None:
         return {}
     from maitred.storage.key_files import parsed_yaml
@@ -81,15 +65,15 @@ def _in_file(path: str | None) -> dict[str, Described]:
     models = told.get("models") if isinstance(told, dict) else None
     if not isinstance(models, dict) or len(told) != 1:
         raise UsageError(f"--models {path}: has one key, `models`, with a mapping: {{NAME: {{model: FOLDER}}}}")
-    found = {}
+    found: dict[str, Mapping[str, Any]] = {}
     for name, fields in models.items():
         if name in (None, "") or not isinstance(fields, dict | None) or not str(name).isprintable() or '"' in str(name):
             raise UsageError(f"{path}: models: {name!r} is {fields!r}; write NAME: {{model: FOLDER}}")
-        found[str(name)] = Described(f"{path}: models: {name}", fields or {})
+        found[str(name)] = fields or {}
     return found
 
 
-def _in_folder(path: str | None, tell: Callable[[str], None]) -> dict[str, Described]:
+def _in_folder(path: str | None, tell: Callable[[str], None]) -> dict[str, Mapping[str, Any]]:
     """Each GGUF file, and each folder with a model in it, by its name."""
     if path is None:
         return {}
@@ -97,21 +81,21 @@ def _in_folder(path: str | None, tell: Callable[[str], None]) -> dict[str, Descr
         paths = sorted(each for each in Path(path).expanduser().iterdir() if not each.name.startswith("."))
     except OSError as error:
         raise UsageError(f"--models-dir {path}: {error.strerror}; give a folder of models") from None
-    found: dict[str, Described] = {}
+    found: dict[str, Mapping[str, Any]] = {}
     for each in paths:
         if each.suffix == ".gguf":  # of a split one any part
-            found.setdefault(re.sub(r"-\d{5}-of-\d{5}$", "", each.stem), Described(str(each), {"model": str(each)}))
+            found.setdefault(re.sub(r"-\d{5}-of-\d{5}$", "", each.stem), {"model": str(each)})
         elif (each / "config.json").is_file() or any(each.glob("*.gguf")):
-            found[each.name] = Described(str(each), {"model": str(each)})
+            found[each.name] = {"model": str(each)}
         elif each.is_dir():
             tell(f"models  {each} is left out: it has no config.json and no .gguf file")
     return found
 
 
 def _model(
-    name: str, described: Described, memory_bytes: int, words: Sequence[str], tell: Callable[[str], None]
-) -> tuple[FleetModel, tuple[str, ...]]:
-    where, fields = described
+    name: str, fields: Mapping[str, Any], memory_bytes: int, words: Sequence[str], tell: Callable[[str], None]
+) -> FleetModel:
+    where = f"models: {name}"
     try:
         own = msgspec.convert({key: fields[key] for key in _Own.__struct_fields__ if key in fields}, _Own)
     except msgspec.ValidationError as error:
@@ -130,15 +114,15 @@ def _model(
     needed, kv_bytes = _needed(options, memory_bytes, name, tell)
     if kv_bytes is not None:
         starts += ["--kv-cache-memory-bytes", str(kv_bytes)]
-    found = FleetModel(
+    return FleetModel(
         name=name,
         names=(*own.aliases, *options[LoraConfig].lora, *_tensor_models(options)),
         aliases=tuple(own.aliases),
+        words=(*words, *starts),
         memory_bytes=needed,
         pinned=own.pinned,
         keep_alive_s=bounded(own.keep_alive_s),
     )
-    return found, (*words, *starts)
 
 
 def _words(fields: Mapping[str, Any], where: str) -> list[str]:

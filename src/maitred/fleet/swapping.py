@@ -48,6 +48,7 @@ class FleetModel:
     name: str
     names: tuple[str, ...] = ()  # what requests may call it besides: aliases, adapters, models of its repository
     aliases: tuple[str, ...] = ()  # those of `names` that stand for the whole model
+    words: tuple[str, ...] = ()  # of `maitred serve`, which start it
     memory_bytes: int = 0  # weights and KV, as planned before it was ever loaded
     pinned: bool = False  # loaded at the start, and never put out
     keep_alive_s: float | None = None  # without a request for so long (s) it is put out; None is when memory is needed

@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,7 +36,6 @@ NO_FILES = (
     "MODEL; a hub id is downloaded then), and delete, copy or convert files yourself (maitred models, maitred optimize)"
 )
 FOREVER_S = 2**63 // 10**9  # Ollama's keep_alive without an end
-MAX_LICENSE_CHARS = 64 * 1024
 
 
 class NamedModel(msgspec.Struct):
@@ -221,7 +219,7 @@ def _details(card: dict[str, Any]) -> dict[str, Any]:
         "family": family,
         "families": [family] if family else [],
         "parameter_size": _human(meta["n_params"]) if meta else "",
-        "quantization_level": str(meta.get("dtype", "")).upper(),
+        "quantization_level": str(meta.get("dtype", "")).upper().partition(" ")[0].rstrip(","),
     }
 
 
@@ -237,9 +235,9 @@ async def show(cards_of: Handler, app: App, exchange: Exchange) -> None:
     """POST /api/show: what a model can do, which clients read before they offer it. Raises ModelNotFound."""
     body = decode_small(await body_of(exchange), _NAMED)
     card, model = _card_of((await _told_by(cards_of, app, exchange))[0], body), app.model
-    capabilities, template, license = ["embedding"], "", ""
+    capabilities, template = ["embedding"], ""
     if app.is_model(card["id"]) or card.get("parent"):
-        capabilities, template, license = await app.text.run(0, lambda: _read(app), may_take_long=True)
+        capabilities, template = await app.text.run(0, lambda: _read(app), may_take_long=True)
     details = _details(card)
     family = details["family"] or "unknown"
     parameters = [f"{field} {value}\n" for field, value in model.generation_defaults.items()]
@@ -257,16 +255,12 @@ async def show(cards_of: Handler, app: App, exchange: Exchange) -> None:
         "capabilities": capabilities,
         "modified_at": rfc3339(card.get("created") or 0),
     }
-    await exchange.answer_json(told | ({"license": license} if license else {}))
+    await exchange.answer_json(told)
 
 
-def _read(app: App) -> tuple[list[str], str, str]:
-    """The language model's capabilities, template, and the licence beside its weights; read from files."""
-    model, folder = app.model, Path(app.model.root)
-    format, template = model.answer_format, model.chat_template
+def _read(app: App) -> tuple[list[str], str]:
+    """The language model's capabilities, and its template; read from files."""
+    format, template = app.model.answer_format, app.model.chat_template
     knows_tools = template is not None and format.calls is not None and format.tools_system_text is None
     can = {"tools": knows_tools, "thinking": format.reasoning is not None}
-    found = sorted(folder.glob("LICENSE*")) if folder.is_dir() else []
-    license = found[0].read_text(errors="replace")[:MAX_LICENSE_CHARS] if found else ""
-    source = template.source if template is not None else ""
-    return [*model.uses, *(name for name, true in can.items() if true)], source, license
+    return [*app.model.uses, *(name for name, true in can.items() if true)], "" if template is None else template.source
