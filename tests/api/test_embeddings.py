@@ -84,7 +84,9 @@ async def test_token_ids_base64_and_dimensions_are_taken_as_they_are_asked(tmp_p
         assert np.frombuffer(base64.b64decode(packed["embedding"]), "<f4").tolist() == floats["embedding"]
         answer = await client.embeddings.create(model="texts", input="w1 w2", dimensions=3)
         np.testing.assert_allclose(vectors(answer)[0], alone(ids_of("w1 w2"), num_dimensions=3), atol=1e-5)
-        with pytest.raises(openai.BadRequestError, match=f"dimensions is {WIDTH + 1}; it must be at least 1, and at most {WIDTH}"):
+        with pytest.raises(
+            openai.BadRequestError, match=f"dimensions is {WIDTH + 1}; it must be at least 1, and at most {WIDTH}"
+        ):
             await client.embeddings.create(model="texts", input="w1", dimensions=WIDTH + 1)
 
 
