@@ -225,9 +225,10 @@ def test_a_causal_model_with_one_label_scores_as_transformers_and_generates_noth
             llm.generate("bread")
 
 
-def test_a_gguf_file_of_an_encoder_gives_the_vectors_of_its_folder(tmp_path: Path):
+@pytest.mark.parametrize("architecture", ["Bert", "DistilBert"])
+def test_a_gguf_file_of_an_encoder_gives_the_vectors_of_its_folder(tmp_path: Path, architecture: str):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    model = make_encoder("Bert", tmp_path, **sizes)
+    model = make_encoder(architecture, tmp_path, **sizes)
     write_modules(tmp_path, "cls_token")
     with LLM(str(tmp_path)) as llm:
         expected, ids = llm.embed(TEXTS), [llm.get_tokenizer().encode(text) for text in TEXTS]

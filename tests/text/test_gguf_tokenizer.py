@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from maitred.core.errors import CheckpointError
 from maitred.model.gguf_file import GgufFile
@@ -221,3 +222,44 @@ def test_a_gguf_files_vocabulary_is_compared_with_that_of_a_folder(tmp_path: Pat
     assert vocabulary_difference(SMOLLM2, other) is None
     other.write_text(json.dumps({"model": {"vocab": {"other": 700}}}))
     assert "1 are other tokens, as 700 is" in str(vocabulary_difference(SMOLLM2, other))
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+LINES = [line for page in ("models", "fleet", "api") for line in (DOCS / f"{page}.md").read_text().splitlines()]
+ENDS = {"bos": 0, "padding": 1, "eos": 2, "unknown": 3, "seperator": 2, "cls": 0}
+
+
+@pytest.mark.parametrize("kind", ["t5", "gpt2"])
+def test_vocabularies_of_xlm_r_and_roberta_have_the_ids_of_the_library_that_trained_them(kind: str):
+    specials = ["<s>", "<pad>", "</s>", "<unk>"]
+    if kind == "t5":
+        trained = tokenizers.Tokenizer(tokenizers.models.Unigram())
+        words = [tokenizers.pre_tokenizers.WhitespaceSplit(), tokenizers.pre_tokenizers.Metaspace()]
+        trained.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(words)
+        of_kind: dict[str, Any] = {"special_tokens": specials, "unk_token": "<unk>", "shrinking_factor": 0.3}
+        trainer: Any = tokenizers.trainers.UnigramTrainer(vocab_size=500, show_progress=False, **of_kind)
+    else:
+        trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+        trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        of_kind = {"special_tokens": specials, "initial_alphabet": alphabet}
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=700, show_progress=False, **of_kind)
+    trained.train_from_iterator(LINES[::2], trainer)
+    trained.post_processor = tokenizers.processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 0), trim_offsets=False, add_prefix_space=False
+    )
+    model = json.loads(trained.to_str())["model"]
+    tokens = [trained.id_to_token(number) for number in range(trained.get_vocab_size())]
+    metadata = {
+        "model": kind,
+        "pre": "default" if kind == "t5" else "roberta-bpe",
+        "tokens": tokens,
+        "token_type": [CONTROL] * 3 + [UNKNOWN] + [NORMAL] * (len(tokens) - 4),
+        "scores": [score for _, score in model["vocab"]] if kind == "t5" else [],
+        "merges": [" ".join(pair) for pair in model.get("merges", ())],
+        **{f"{name}_token_id": number for name, number in ENDS.items()},
+    }
+    made = tokenizer_of({_key(name): value for name, value in metadata.items()})[0]
+    for one, other in zip(LINES, [*LINES[1:], "日本語 🙂"], strict=True):
+        assert made.encode(one).ids == trained.encode(one).ids
+        assert made.encode(one, other).ids == trained.encode(one, other).ids

@@ -75,7 +75,8 @@ class Rule(NamedTuple):
 RULES = {
     **dict.fromkeys(("default",), Rule(_DEFAULT)),
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "olmo", "mpt", "mellum", "gigachat", "exaone4", "jais", "trillion"), Rule(_GPT2)
+        ("gpt-2", "phi-2", "olmo", "mpt", "mellum", "gigachat", "exaone4", "jais", "trillion", "roberta-bpe"),
+        Rule(_GPT2),
     ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
@@ -191,6 +192,8 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dic
         raise CheckpointError(f"the file's merges do not fit its tokens: {error}; {GGUF_AGAIN}") from None
     added = vocabulary.added_tokens()
     inner.add_tokens([token for _, token in added])
+    if metadata.get("tokenizer.ggml.pre") == "roberta-bpe":
+        _surround(inner, vocabulary, 2)
     description["model"]["vocab"] = vocabulary.ids
     description["added_tokens"] = [
         {"id": number, "content": token.content, "lstrip": False, "rstrip": token.rstrip} for number, token in added
@@ -199,13 +202,8 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dic
 
 
 def _of_encoder(vocabulary: _Vocabulary, kind: str) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, Any]]:
-    """WordPiece, whose tokens a file writes with a mark before those that begin words, and Unigram as XLM-R's. Texts
-    stand between two special tokens, pairs with one more (BERT) or two (XLM-R) between them."""
-    metadata, named = vocabulary.metadata, vocabulary.named
-    tokens, ends = list(vocabulary.tokens), [named.get("cls_token", named.get("bos_token"))]
-    ends.append(named.get("sep_token", named.get("eos_token")))
-    if None in ends:
-        raise CheckpointError(f"keys of the tokens before and after a text are missing (cls, sep); {GGUF_AGAIN}")
+    """WordPiece, whose tokens a file writes with a mark before those that begin words, and Unigram as XLM-R's."""
+    metadata, named, tokens = vocabulary.metadata, vocabulary.named, list(vocabulary.tokens)
     if kind == "bert":
         for number, token in enumerate(tokens):
             if vocabulary.types[number] != _CONTROL and not (token.startswith("[") and token.endswith("]")):
@@ -221,17 +219,28 @@ def _of_encoder(vocabulary: _Vocabulary, kind: str) -> tuple[tokenizers.Tokenize
         charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
         if charsmap:
             inner.normalizer = normalizers.Precompiled(bytes(charsmap))
-        inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+        scheme = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
+        words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
+        inner.pre_tokenizer = pre_tokenizers.Sequence(words)
         inner.decoder = decoders.Metaspace()
     inner.add_tokens([AddedToken(tokens[n], normalized=False, special=True) for n in dict.fromkeys(named.values())])
-    first, last = (tokens[number] for number in ends if number is not None)
-    between, second = ([last], ":1") if kind == "bert" else ([last, last], "")
+    _surround(inner, vocabulary, 1 if kind == "bert" else 2)
+    return inner, {name: tokens[number] for name, number in named.items()}, msgspec.json.decode(inner.to_str())
+
+
+def _surround(inner: tokenizers.Tokenizer, vocabulary: _Vocabulary, num_between: int) -> None:
+    """Put an encoder's texts between two special tokens, and between those of a pair one more (BERT, which tells their
+    types apart) or two (RoBERTa, XLM-R)."""
+    named, tokens = vocabulary.named, vocabulary.tokens
+    ends = named.get("cls_token", named.get("bos_token")), named.get("sep_token", named.get("eos_token"))
+    if None in ends:
+        raise CheckpointError(f"keys of the tokens before and after a text are missing (cls, sep); {GGUF_AGAIN}")
+    (first, last), second = (tokens[number] for number in ends if number is not None), ":1" * (num_between == 1)
     inner.post_processor = processors.TemplateProcessing(
         single=[first, "$A", last],
-        pair=[first, "$A", *between, f"$B{second}", f"{last}{second}"],
+        pair=[first, "$A", *[last] * num_between, f"$B{second}", f"{last}{second}"],
         special_tokens=[(first, ends[0]), (last, ends[1])],
     )
-    return inner, {name: tokens[number] for name, number in named.items()}, msgspec.json.decode(inner.to_str())
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, list[tuple[str, str]]]:
