@@ -206,17 +206,17 @@ class SimilarPrompts:
             if found := compared(body, path=path, tenant=tenant.name, revision=wanted.revision):
                 wanted.similar = Similar(self, self._service, wanted.key, found)
 
-    async def vectors(self, *texts: str) -> list[np.ndarray] | None:
-        """Float32 [width] of each text, of length 1. None where there are none: for a text longer than the model's, and
-        for some time after a failure."""
+    async def vectors(self, *texts: str, cut_to: int | None = None) -> list[np.ndarray] | None:
+        """Float32 [width] of each text, of length 1. None where there are none: for a text longer than the model's,
+        unless it is cut (-1), and for some time after a failure."""
         service, now = self._service, self._service.clock.now()
         if now < self._paused_until:
             return None
-        body = msgspec.json.encode({"model": self.model, "input": texts, "encoding_format": "base64"})
+        asked = {"model": self.model, "input": texts, "encoding_format": "base64", "truncate_prompt_tokens": cut_to}
         headers, status, told = [(b"content-type", b"application/json")], 504, f"no answer within {WAIT_S:g} s".encode()
         try:
             async with asyncio.timeout(WAIT_S):
-                status, _, told = await service.ask(EMBEDDINGS, headers, body, anybody)
+                status, _, told = await service.ask(EMBEDDINGS, headers, msgspec.json.encode(asked), anybody)
         except TimeoutError:
             pass
         if status == 200:
@@ -234,7 +234,8 @@ class SimilarPrompts:
         task.add_done_callback(self._checks.discard)
 
     async def _check(self, cached: str, computed: str) -> None:
-        vectors = await self.vectors(cached, computed) if cached != computed else [np.ones(1), np.ones(1)]
+        same = [np.ones(1)] * 2
+        vectors = same if cached == computed else await self.vectors(cached, computed, cut_to=-1)
         if vectors is not None and self.answers.checked(float(vectors[0] @ vectors[1])):
             logger.warning(
                 "--result-cache-semantic turned itself off: %d of %d checked answers were not alike (cosine under %g); "
@@ -247,17 +248,18 @@ class Similar:
     """A request that may have the answer of a similar one."""
 
     def __init__(self, prompts: SimilarPrompts, service: Service, key: bytes, of: Compared) -> None:
-        self._prompts, self._service, self._key, self._of = prompts, service, key, of
+        self._prompts, self._service, self._key, (self._text, self._rest) = prompts, service, key, of
         self._vector: np.ndarray | None = None
         self._checked: CachedAnswer | None = None
 
     async def find(self) -> tuple[CachedAnswer, str] | None:
         """The answer to the nearest request, and how near that is; None where it is computed."""
         answers, cache, now = self._prompts.answers, self._service.results.cache, self._service.clock.now()
-        if not answers.is_on or (vectors := await self._prompts.vectors(self._of.text)) is None:
+        if not answers.is_on or (vectors := await self._prompts.vectors(self._text)) is None:
             return None
         (self._vector,) = vectors
-        found = answers.find(self._of.rest, self._vector, lambda key: cache.find(key, now) is not None)
+        self._rest += b"%d" % len(self._vector)  # another model may come under the name
+        found = answers.find(self._rest, self._vector, lambda key: cache.find(key, now) is not None)
         answer = None if found is None else cache.find(found.key, now)
         if found is None or answer is None:
             return None
@@ -269,6 +271,6 @@ class Similar:
     def kept(self, answer: CachedAnswer) -> None:
         """Note what was computed, and the cache has now."""
         if self._vector is not None:
-            self._prompts.answers.keep(self._of.rest, self._vector, self._key)
+            self._prompts.answers.keep(self._rest, self._vector, self._key)
             if self._checked is not None:
                 self._prompts.check(self._checked, answer)

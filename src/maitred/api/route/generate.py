@@ -289,7 +289,7 @@ def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -
         _names_no_limit(read) and (limits.tokens_per_minute, limits.token_budget) != (None, None)
     ):
         return None
-    revision = f"{router.fingerprints()}:{tenant.default_max_tokens}"
+    revision = f"{router.fingerprints(read.model)}:{tenant.default_max_tokens}"
     return router.results.wanted(exchange, body, revision=revision, temperature=read.temperature, seed=read.seed)
 
 

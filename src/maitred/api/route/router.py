@@ -129,10 +129,11 @@ class Router(Service):
             salt = self._salts[whose] = caller.tenant.cache_salt(self.salt_secret)
         return salt
 
-    def fingerprints(self) -> str:
-        """Fingerprints of all replicas: where these change, an answer may too. Foreign servers tell of none."""
-        told = {live.facts.fingerprint for live in self.fleet.replicas.values() if live.facts.fingerprint is not None}
-        return " ".join(sorted(told))
+    def fingerprints(self, model: str | None) -> str:
+        """Fingerprints of all replicas of a model: where these change, an answer may too. Foreign servers tell none."""
+        facts = [live.facts for live in self.fleet.replicas.values()]
+        told = {each.fingerprint for each in facts if model is None or each.models is None or model in each.models}
+        return " ".join(sorted(filter(None, told)))
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Replicas are watched since the start."""
