@@ -308,6 +308,8 @@ def test_anthropics_batches_are_the_same_underneath(server):
         assert batches.delete(batch.id).type == "message_batch_deleted"
         with pytest.raises(anthropic.NotFoundError):
             batches.results(batch.id)
+        with pytest.raises(anthropic.BadRequestError, match="after_id is"):  # it would seem to be the last page
+            batches.list(after_id=batch.id)
         with pytest.raises(anthropic.BadRequestError, match="stands twice"):
             batches.create(requests=asked[:1] * 2)
         with pytest.raises(anthropic.BadRequestError, match=r"requests\[1\].params is not a JSON object"):

@@ -99,9 +99,9 @@ async def _show(app: Service, exchange: Exchange, id: str) -> None:
 
 
 async def _list(app: Service, exchange: Exchange, _: str) -> None:
-    before, after = exchange.query.get("before_id", ""), exchange.query.get("after_id", "")
-    limit = exchange.query_number("limit", 1, 1000, 20)
-    entries, has_more = await listed(app, exchange, KIND, limit=limit, after=before or after, newest=not before)
+    before, limit = exchange.query.get("before_id"), exchange.query_number("limit", 1, 1000, 20)
+    field = "before_id" if before else "after_id"
+    entries, has_more = await listed(app, exchange, KIND, limit=limit, after=field, newest=not before)
     data = [_told(msgspec.json.decode(entry.about, type=BatchRecord)) for entry in entries]
     data = data[::-1] if before else data
     ids = [batch["id"] for batch in data] or [None]

@@ -176,7 +176,7 @@ async def _list(app: Service, exchange: Exchange, _: str) -> None:
         exchange,
         kind,
         limit=exchange.query_number("limit", 1, most, default),
-        after=asked.get("after", ""),
+        after="after",
         newest=asked.get("order") != "asc",
         purpose=asked.get("purpose") if kind == "file" else None,
     )
@@ -186,11 +186,15 @@ async def _list(app: Service, exchange: Exchange, _: str) -> None:
 
 
 async def listed(
-    app: Service, exchange: Exchange, kind: str, *, limit: int, **page: Any
+    app: Service, exchange: Exchange, kind: str, *, limit: int, after: str, **page: Any
 ) -> tuple[list[StoredEntry], bool]:
-    """Up to `limit` of the caller's entries; whether there are more."""
-    tenant = exchange.caller.tenant.name
-    found = await asyncio.to_thread(app.stored.entries, kind, tenant, time.time(), limit=limit + 1, **page)
+    """Up to `limit` of the caller's entries behind the one that the query's field `after` names; whether there are
+    more. Raises InvalidRequest where that one is gone: an empty page would be taken for the last.
+    """
+    tenant, now, last = exchange.caller.tenant.name, time.time(), exchange.query.get(after, "")
+    if last and await asyncio.to_thread(app.stored.get, kind, last, tenant, now) is None:
+        raise InvalidRequest(f"{after} is {shortened(repr(last), 80)}, which is none here", param=after)
+    found = await asyncio.to_thread(app.stored.entries, kind, tenant, now, after=last, limit=limit + 1, **page)
     return found[:limit], len(found) > limit
 
 
