@@ -14,7 +14,7 @@ from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.generate.ways import Batches, Way, ways_of
 from maitred.api.http.app import App
 from maitred.api.http.errors import renamed
-from maitred.api.http.exchange import ARGUMENTS_EMPTIED, JSON_HEADERS, SCHEMA_IGNORED, EventStream, Exchange, names_told
+from maitred.api.http.exchange import ARGUMENTS_EMPTIED, JSON_HEADERS, SCHEMA_IGNORED, EventStream, Exchange
 from maitred.core.errors import InvalidRequest, RequestError
 from maitred.engine.intake import make_requests, random_seed
 from maitred.gate.gate import NO_LIMITS, TimeLimits, cap_max_tokens
@@ -126,12 +126,11 @@ def _admitted(batches: Batches, lease: HttpLease, ways: Sequence[Way], running: 
 
 def _tell_shape(app: App, exchange: Exchange, shape: Shape) -> None:
     """Tell what of schemas and calls was left out. Raises InvalidRequest where the server is strict."""
-    if shape.ignored:
-        exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
+    exchange.tell(SCHEMA_IGNORED, shape.ignored)
     if shape.emptied or shape.unknown:
         names = exchange.field_names()
-        emptied = (re.sub(r"\[(\d+)\]", r".\1", renamed(name, names)) for name in shape.emptied)
-        exchange.told += ((ARGUMENTS_EMPTIED, names_told(emptied)),) if shape.emptied else ()
+        emptied = [re.sub(r"\[(\d+)\]", r".\1", renamed(name, names)) for name in shape.emptied]
+        exchange.tell(ARGUMENTS_EMPTIED, emptied)
         app.ignored_fields.heed(exchange, [renamed(name, names) for name in shape.unknown], ())
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -88,6 +88,11 @@ class Exchange:
             told = f"{name} is {shortened(repr(sent), 40)}; it must be from {least} to {most}"
             raise InvalidRequest(told, param=name)
         return value
+
+    def tell(self, header: bytes, names: Collection[str]) -> None:
+        """Name them, if there are any, in a header of the answer, whatever that is."""
+        if names:
+            self.told += ((header, names_told(names)),)
 
     def page(self, items: Sequence[dict[str, Any]], after: str, *, most: int) -> dict[str, Any]:
         """The part of `items` with ids that the query's `limit` (at most `most`, 20 unless told) and `after`, its field

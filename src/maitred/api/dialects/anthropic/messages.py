@@ -30,7 +30,7 @@ from maitred.api.generate.dialect import Dialect, GenerationAsk
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder, Sent
-from maitred.api.http.exchange import IGNORED_FIELDS, IGNORED_TOOLS, LEFT_OUT, Exchange, names_told
+from maitred.api.http.exchange import IGNORED_FIELDS, IGNORED_TOOLS, LEFT_OUT, Exchange
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import FinishReason
 from maitred.engine.output import TextDelta
@@ -83,8 +83,9 @@ def _read(app: App, exchange: Exchange, sent: Sent[MessagesRequest]) -> tuple[Me
     exchange.field_names = reading.field_names
     betas = exchange.headers.get(_BETA, b"").decode("latin-1").split(",")
     ignored = [*reading.ignored, *(f"{_BETA.decode()}.{beta.strip()}" for beta in betas if beta.strip())]
-    told = ((IGNORED_FIELDS, ignored), (IGNORED_TOOLS, reading.ignored_tools), (LEFT_OUT, reading.left_out))
-    exchange.told += tuple((header, names_told(names)) for header, names in told if names)
+    exchange.tell(IGNORED_FIELDS, ignored)
+    exchange.tell(IGNORED_TOOLS, reading.ignored_tools)
+    exchange.tell(LEFT_OUT, reading.left_out)
     return body, reading, model
 
 

@@ -13,6 +13,8 @@ from maitred.api.dialects.anthropic.schemas import (
     Content,
     MessagesRequest,
     SentBlock,
+    SentFormat,
+    SentSource,
     SentThinking,
     SentTool,
     SentToolChoice,
@@ -26,8 +28,7 @@ from maitred.fleet.prefix_keys import BILLING, BUDGET
 
 _encode = msgspec.json.encode
 _CONTENT = msgspec.json.Decoder(str | list[SentBlock] | None)
-_SOURCE = msgspec.json.Decoder(dict[str, Raw])
-_KIND: msgspec.json.Decoder[object] = msgspec.json.Decoder(Any)
+_SOURCE, _OBJECT = msgspec.json.Decoder(SentSource), msgspec.json.Decoder(dict[str, Raw])
 _BILLING = re.compile(rf"\s*{BILLING}\n*")
 _BUDGET = re.compile(rf"\n{{0,4}}(?:{BUDGET})")
 # what only Anthropic's own servers act on, or can read
@@ -111,8 +112,7 @@ class MessagesReading:
             chat.parallel_tool_calls = not choice.disable_parallel_tool_use
         if thinking is not None:
             _read_thinking(chat, thinking)
-        form = body.output_format if config is None or config.format is UNSET else config.format
-        if not isinstance(form, UnsetType) and bytes(form) != b"null":
+        if form := (config and config.format) or body.output_format:
             chat.response_format = _format(form)
         if config is not None and config.effort is not None:
             chat.reasoning_effort = _EFFORTS.get(config.effort, config.effort)
@@ -175,7 +175,7 @@ class MessagesReading:
                     what = "id" if block.id is None else "name"
                     raise InvalidRequest(f"{at}[{number}].{what} is missing", param=f"{at}[{number}].{what}")
                 where = f"{at}[{number}].input"
-                arguments = {} if block.input is UNSET else decode_json(block.input, _SOURCE, at=where)
+                arguments = {} if block.input is UNSET else decode_json(block.input, _OBJECT, at=where)
                 calls.append(
                     {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
                 )
@@ -236,11 +236,11 @@ class MessagesReading:
         return ""
 
     def _document(self, block: SentBlock, at: str) -> str:
-        source = {} if isinstance(block.source, UnsetType) else decode_json(block.source, _SOURCE, at=f"{at}.source")
-        kind = decode_json(source.get("type", b"null"), _KIND, at=f"{at}.source.type")
-        if kind not in ("text", "content"):
-            raise unsupported_content(at, f"a document of type {shortened(repr(kind), 40)}")
-        content = source.get("data" if kind == "text" else "content", UNSET)
+        sent = block.source
+        source = SentSource() if isinstance(sent, UnsetType) else decode_json(sent, _SOURCE, at=f"{at}.source")
+        if source.type not in ("text", "content"):
+            raise unsupported_content(at, f"a document of type {shortened(repr(source.type), 40)}")
+        content = source.data if source.type == "text" else source.content
         return "\n".join(filter(None, (block.title, self._inner(SentBlock(type="document", content=content), at))))
 
     def _without_books(self, text: str) -> str:
@@ -309,11 +309,9 @@ def _read_thinking(chat: ChatCompletionRequest, sent: SentThinking) -> None:
         chat.include_reasoning = False
 
 
-def _format(sent: Raw) -> Raw:
-    fields = decode_json(sent, _SOURCE, at="output_config.format")
-    kind = decode_json(fields.get("type", b"null"), _KIND, at="output_config.format.type")
-    if kind != "json_schema":
-        told = shortened(repr(kind), 40)
-        raise unsupported("output_config.format", f"its type is {told}; json_schema is known")
-    schema = fields.get("schema", Raw(b"null"))
+def _format(sent: SentFormat) -> Raw:
+    if sent.type != "json_schema":
+        told = f"its type is {shortened(repr(sent.type), 40)}; json_schema is known"
+        raise unsupported("output_config.format", told)
+    schema = None if sent.schema is UNSET else sent.schema
     return Raw(_encode({"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}))

@@ -46,6 +46,14 @@ class SentBlock(msgspec.Struct, kw_only=True):
 Content = str | list[SentBlock] | None
 
 
+class SentSource(msgspec.Struct, kw_only=True):
+    """Where the content of a document is."""
+
+    type: str | None = None
+    data: AnyJson = UNSET
+    content: AnyJson = UNSET
+
+
 class SentTurn(msgspec.Struct, kw_only=True):
     role: str
     content: Content = None
@@ -71,9 +79,14 @@ class SentThinking(msgspec.Struct, kw_only=True):
     display: str | None = None  # omitted: no thoughts in the answer
 
 
+class SentFormat(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    schema: AnyObject = UNSET
+
+
 class SentOutputConfig(msgspec.Struct, kw_only=True):
     effort: str | None = None
-    format: AnyObject = UNSET
+    format: SentFormat | None = None
 
 
 class SentMetadata(msgspec.Struct, kw_only=True):
@@ -96,7 +109,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     tool_choice: SentToolChoice | None = None
     thinking: SentThinking | None = None
     output_config: SentOutputConfig | None = None
-    output_format: AnyObject = UNSET  # output_config.format's older name
+    output_format: SentFormat | None = None  # output_config.format's older name
     metadata: SentMetadata | None = None
     service_tier: str | None = None
     # accepted, and without effect on the answer

@@ -11,7 +11,9 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, Raw, UnsetType
@@ -27,7 +29,7 @@ from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder
-from maitred.api.http.exchange import IGNORED_TOOLS, Exchange, names_told
+from maitred.api.http.exchange import IGNORED_TOOLS, Exchange
 from maitred.api.http.routes import StreamFormat
 from maitred.core.errors import InvalidRequest
 from maitred.core.request import FinishReason
@@ -39,7 +41,13 @@ from maitred.text.shape import Shape
 
 RESPONSES = OPENAI._replace(stream=StreamFormat())  # nothing comes after the last event
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-_NOT_HERE: Mapping[str, str] = {  # of the fields that chats and texts have
+_REFUSED_HERE: Mapping[str, str] = {
+    "conversation": "send previous_response_id",
+    "prompt": "send the text as instructions and input",
+    "moderation": "there is none",
+    "context_management": "a conversation is never shortened here",
+}
+_OF_OTHERS: Mapping[str, str] = {  # fields that chats and texts have
     "messages": "send input",
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "send max_output_tokens"),
     "response_format": "send text.format",
@@ -49,17 +57,13 @@ _NOT_HERE: Mapping[str, str] = {  # of the fields that chats and texts have
     "prediction": "ask a chat",
     **dict.fromkeys(("echo", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"), "ask a completion"),
 }
-_WHY: Mapping[str, str] = {
-    "conversation": "send previous_response_id",
-    "prompt": "send the text as instructions and input",
-    "moderation": "there is none",
-    "context_management": "a conversation is never shortened here",
-}
+_of_others = attrgetter(*_OF_OTHERS)
+_NONE_OF_OTHERS = _of_others(s.ResponsesRequest())
 REFUSED: refusals.Refused = {
     name: neutral
     for name, neutral in refusals.CHAT_REFUSED.items()
-    if name not in (*s.ResponsesRequest.__struct_fields__, *_WHY)
-} | dict.fromkeys(_WHY, ([],))
+    if name not in (*s.ResponsesRequest.__struct_fields__, *_REFUSED_HERE)
+} | dict.fromkeys(_REFUSED_HERE, ([],))
 decoder = cache(lambda: BodyDecoder(s.ResponsesRequest, REFUSED))  # made for its first user: it takes 15 ms
 
 
@@ -81,7 +85,7 @@ def decode_response(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     id = body.request_id or f"resp_{secrets.token_hex(24)}"
     base = s.response_of(body, id, model, temperature=sampling.temperature, top_p=sampling.top_p)
     reading, names = ChatReading(app.model, app.grammars, body, id), TokenNames(app.model.tokenizer, as_ids=False)
-    answer = ResponseAnswer(exchange, body, translation, reading, names, base)
+    answer = ResponseAnswer(id, base.created_at, base, body, exchange, reading, names, translation)
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": 1}
     return make_ask(
         body,
@@ -108,10 +112,10 @@ def check_fields(body: s.ResponsesRequest, refused: Mapping[str, Raw]) -> None:
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         text = f"max_output_tokens is {body.max_output_tokens}; it must be at least 1"
         raise InvalidRequest(text, param="max_output_tokens")
-    for name, why in _WHY.items() if refused else ():
+    for name, why in _REFUSED_HERE.items() if refused else ():
         if name in refused and refusals.has_value(refused[name]):
             raise refusals.unsupported(name, why)
-    for name, why in _NOT_HERE.items():
+    for name, why in _OF_OTHERS.items() if _of_others(body) != _NONE_OF_OTHERS else ():
         if getattr(body, name) not in (None, UNSET, False, []) and not (name == "n" and body.n == 1):
             raise refusals.unsupported(name, why)
     completion_id("resp", body, "")  # one that is sent must be an id
@@ -121,37 +125,34 @@ def _is_sent(raw: Raw | UnsetType) -> bool:
     return raw is not UNSET and bytes(raw) != b"null"
 
 
+@dataclass(slots=True, eq=False)
 class ResponseAnswer:
     """Writes one response, whole or event by event."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        body: s.ResponsesRequest,
-        translation: Translation,
-        reading: ChatReading,
-        names: TokenNames,
-        base: s.ResponseObject,
-    ) -> None:
-        """`base` is the response before anything is known of its output."""
-        self._exchange, self.body, self.translation, self.reading = exchange, body, translation, reading
-        self._names, self.base = names, base
-        self.id, self.created = base.id, base.created_at
+    id: str
+    created: int
+    base: s.ResponseObject  # before anything is known of its output
+    body: s.ResponsesRequest
+    exchange: Exchange
+    reading: ChatReading
+    names: TokenNames
+    translation: Translation
 
     def prompts(self) -> list[Prompt]:
         """The conversation as the model reads it; called once, in a thread."""
         self.translation.read(self.body)
-        if ignored := self.translation.ignored_tools:
-            self._exchange.told += ((IGNORED_TOOLS, names_told(ignored)),)
+        self.exchange.tell(IGNORED_TOOLS, self.translation.ignored_tools)
         return self.reading.prompts()
 
     def shape(self) -> Shape:
         """Raises InvalidRequest for what cannot be enforced."""
         shape, told = self.reading.shape(), self.translation
+        if not (told.unread or told.unenforced):
+            return shape
         return shape._replace(unknown=(*shape.unknown, *told.unread), ignored=(*shape.ignored, *told.unenforced))
 
     def logprobs(self, positions: Iterable[TokenLogprobs]) -> list[Any]:
-        return [*chat_logprobs(positions, self._names, self.body.top_logprobs or 0).content]
+        return [*chat_logprobs(positions, self.names, self.body.top_logprobs or 0).content]
 
     def whole(self, outcome: Outcome) -> bytes:
         """The stream at once, without its events."""

@@ -16,7 +16,7 @@ from msgspec import UNSET, Raw, UnsetType
 from maitred.api.dialects.openai import refusals
 from maitred.api.dialects.openai.reading import MAX_SHAPE_BYTES
 from maitred.api.dialects.openai.schemas import ChatMessage, ContentPart
-from maitred.api.dialects.responses.schemas import InputItem, InputPart, ResponsesRequest
+from maitred.api.dialects.responses.schemas import InputItem, InputPart, ResponsesRequest, TextOptions
 from maitred.api.http.bodies import decode_json
 from maitred.api.http.errors import shortened
 from maitred.core.errors import InvalidRequest
@@ -68,25 +68,24 @@ class Translation:
             body.messages.append(message)
             self.messages.append((at, calls))
         body.input = UNSET
-        form = None if body.text is None else refusals.any_value(body.text.format, "text.format", MAX_SHAPE_BYTES)
+        if body.truncation == "auto":
+            self.unread["truncation"] = None
+        if body.text is not None:
+            self._read_format(body, body.text)
+        if body.stream_options is not None:
+            self.unread["stream_options"] = None
+        if body.tools is not UNSET:
+            self._read_tools(body)
+        choice = _choice(refusals.any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES))
+        body.tool_choice = UNSET if choice is None else Raw(_encode(choice))
+
+    def _read_format(self, body: ResponsesRequest, text: TextOptions) -> None:
+        form = refusals.any_value(text.format, "text.format", MAX_SHAPE_BYTES)
         if isinstance(form, Mapping) and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": {name: of for name, of in form.items() if name != "type"}}
         body.response_format = UNSET if form is None else Raw(_encode(form))
-        for name, is_sent in (
-            ("truncation", body.truncation == "auto"),
-            ("text.verbosity", body.text is not None and body.text.verbosity not in (None, "medium")),
-            ("stream_options", body.stream_options is not None),
-        ):
-            if is_sent:
-                self.unread[name] = None
-        sent = refusals.any_value(body.tools, "tools", MAX_SHAPE_BYTES) or []
-        if not isinstance(sent, list):
-            raise InvalidRequest("tools must be a list", param="tools")
-        functions = [function for number, tool in enumerate(sent) if (function := self._function(tool, number))]
-        # a chat without tools is no shaped one
-        body.tools = Raw(_encode([{"type": "function", "function": of} for of in functions])) if functions else UNSET
-        choice = _choice(refusals.any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES))
-        body.tool_choice = UNSET if choice is None else Raw(_encode(choice))
+        if text.verbosity not in (None, "medium"):
+            self.unread["text.verbosity"] = None
 
     # -- the input
 
@@ -138,6 +137,14 @@ class Translation:
             turn.content = _content(item.content, f"{at}.content")
 
     # -- the tools
+
+    def _read_tools(self, body: ResponsesRequest) -> None:
+        sent = refusals.any_value(body.tools, "tools", MAX_SHAPE_BYTES) or []
+        if not isinstance(sent, list):
+            raise InvalidRequest("tools must be a list", param="tools")
+        functions = [function for number, tool in enumerate(sent) if (function := self._function(tool, number))]
+        # a chat without tools is no shaped one
+        body.tools = Raw(_encode([{"type": "function", "function": of} for of in functions])) if functions else UNSET
 
     def _function(self, tool: Any, number: int) -> dict[str, Any] | None:
         """None for a tool that is not here."""

@@ -101,10 +101,10 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 _NULL = Raw(b"null")
-_REPEATED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls", "tools", "tool_choice"),
-    *("previous_response_id", "prompt_cache_key", "safety_identifier", "store", "temperature", "background"),
-    *("top_logprobs", "top_p", "truncation", "user", "reasoning", "text"),
+_REPEATED = tuple(
+    name
+    for name in ResponseObject.__struct_fields__
+    if name in ResponsesRequest.__struct_fields__ and name not in ("model", "service_tier")
 )
 _repeated = attrgetter(*_REPEATED)
 

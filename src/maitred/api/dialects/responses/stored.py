@@ -384,11 +384,6 @@ class KeptResponse:
         self.grew.set()
         self.grew = asyncio.Event()
 
-    def restore(self, response: bytes, events: bytes) -> None:
-        """Take over a response that has ended, with its events."""
-        self.response, self.has_left = response, True
-        self._log(events or self._response_event("response.failed", response))
-
     async def run(self, answer: Answer, exchange: Exchange, body: bytes) -> None:
         """Answer to its end, which is stored whatever that is."""
         status, error = "failed", _BROKE_OFF
@@ -496,9 +491,11 @@ async def show(service: Service, exchange: Exchange) -> None:
     elif (live := shelf.live(id)) is not None:
         await live.follow(exchange, after)
     else:
-        packed, live = await shelf.content(id, EVENTS), KeptResponse(shelf, None, {}, id=id)
-        live.restore(told, await asyncio.to_thread(zlib.decompress, packed) if packed else b"")
-        await live.follow(exchange, after if packed else -1)  # of a server that was killed there is the end alone
+        events, packed = event("response.failed", response=Raw(told)), await shelf.content(id, EVENTS)
+        if packed:  # of a server that was killed there is the end alone
+            ended = (await asyncio.to_thread(zlib.decompress, packed)).split(b"\n\n")
+            events = b"\n\n".join(ended[after + 1 :])
+        await EventStream(exchange, silence_s=service.config.sse_keep_alive_s).done(events)
 
 
 async def change(service: Service, exchange: Exchange) -> None:
