@@ -18,6 +18,7 @@ from maitred.model.families import spec_from_config
 from tests.model.adapters import random_tensors, write_adapter
 
 TOKENS, WINDOW = 250, 250
+EXACT = 9.533  # perplexity in float32; another tokenizer or another order of rope gives hundreds
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +46,11 @@ def perplexity(model: str, dtype: str) -> float:
     return math.exp(-sum(chosen) / len(chosen))
 
 
-def test_the_files_own_codes_int8_and_int4_cost_next_to_nothing(smollm2: str):
-    exact = perplexity(smollm2, "float32")
-    assert 8.0 < exact < 16.0  # another tokenizer or another order of rope gives hundreds
-    for dtype in ("auto", "int8", "int4"):
-        assert perplexity(smollm2, dtype) == pytest.approx(exact, rel=0.02)
+@pytest.mark.parametrize(
+    "dtype", ["auto", "int4", *(pytest.param(n, marks=pytest.mark.soak) for n in ("int8", "float32"))]
+)
+def test_the_files_own_codes_int8_and_int4_cost_next_to_nothing(smollm2: str, dtype: str):
+    assert perplexity(smollm2, dtype) == pytest.approx(EXACT, rel=0.02)
 
 
 def test_a_schema_binds_its_49_152_tokens_with_an_adapter_too(smollm2: str, tmp_path: Path):

@@ -178,7 +178,7 @@ def to_json(planner: Planner, options: PlanOptions) -> dict[str, Any]:
 
 
 def outcome_json(planner: Planner, outcome: LayoutFigures, options: PlanOptions) -> dict[str, Any]:
-    layout, figures, speed = outcome.layout, outcome.figures, outcome.tokens_per_s
+    layout, speed = outcome.layout, outcome.tokens_per_s
     return {
         **_brief(outcome),
         "handover": layout.handover,
@@ -193,10 +193,8 @@ def outcome_json(planner: Planner, outcome: LayoutFigures, options: PlanOptions)
             }
             for group in layout.groups
         ],
-        "attainment": outcome.attainment,
-        "ttft_s": figures.ttft_s.to_json(),
-        "tpot_s": figures.tpot_s.to_json(),
-        "e2e_s": figures.e2e_s.to_json(),
+        **_part(outcome),
+        "e2e_s": outcome.figures.e2e_s.to_json(),
         "tokens_per_s_per_device": speed / layout.num_devices,
         "watts_per_device": outcome.watts / layout.num_devices,
         "joules_per_token": outcome.watts / speed,

@@ -94,12 +94,17 @@ class LiveRequest:
                 self.stalled_decode_s += stalled_s
         return self._as_it_stands()
 
+    def as_it_waits(self, predicted_output_tokens: float | None = None) -> RequestState:
+        """The request's state while no engine has it."""
+        state = RequestState(self._as_it_stands())
+        state.predicted_output_tokens = predicted_output_tokens
+        return state
+
     def ended(self, reason: FinishReason, now: float, error: str | None = None) -> RequestProgress:
         """Last progress of the request, when there is no engine to make one."""
-        state = RequestState(self._as_it_stands())
         self.finish_reason = reason
         charges = self.charges._replace(num_generated_tokens=len(self.output_token_ids))
-        timing = timing_of(state, now)
+        timing = timing_of(self.as_it_waits(), now)
         return RequestProgress(self.request_id, finish_reason=reason, error=error, charges=charges, timing=timing)
 
     def _as_it_stands(self) -> RequestSpec:

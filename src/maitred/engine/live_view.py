@@ -221,6 +221,11 @@ def _waiting(scheduler: Scheduler, request: RequestState, place: int) -> QueuedR
         state = "preempted"
     else:
         state = "waiting"
+    return queued_request(request, reason_of(scheduler, request, place), state)
+
+
+def queued_request(request: RequestState, reason: str, state: str = "waiting") -> QueuedRequest:
+    """One request of a queue, as the page draws it."""
     return QueuedRequest(
         id=short_id(request.request_id),
         tenant=request.tenant,
@@ -230,7 +235,7 @@ def _waiting(scheduler: Scheduler, request: RequestState, place: int) -> QueuedR
         num_output_tokens=request.num_output_tokens,
         num_preemptions=request.num_preemptions,
         arrived_at=round(request.arrived_at, 4),
-        reason=reason_of(scheduler, request, place),
+        reason=reason,
     )
 
 

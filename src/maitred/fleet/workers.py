@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,12 +30,7 @@ from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges, Command, Ready
 from maitred.engine.installed import installed_policies
 from maitred.engine.live_requests import LiveRequest, ProgressStream, may_enter, streams_of
-from maitred.engine.live_view import (
-    LiveView,
-    QueuedRequest,
-    live_view_of_all,
-    short_id,
-)
+from maitred.engine.live_view import LiveView, live_view_of_all, queued_request
 from maitred.engine.memory import available_memory_bytes
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.engine.queries import AdapterFolder
@@ -49,7 +44,7 @@ from maitred.fleet.driver import Driver
 from maitred.fleet.fleet_request import AnswerUsage, Failure, FailureKind, FleetRequest, request_of
 from maitred.fleet.prefix_index import PrefixIndex
 from maitred.fleet.replicas import ReplicaFacts, Report, State
-from maitred.scheduler.queue_view import MAX_PAGE, QueueView, WaitingRequest, queue_of_all
+from maitred.scheduler.queue_view import MAX_PAGE, QueueView, queue_of_all, waiting_request
 
 KEY_BYTES = 8  # of a block's hash
 
@@ -130,45 +125,6 @@ def prompt_of(samples: Sequence[LiveRequest]) -> Prompt:
     request = request_of(spec, tuple(map(key_of, spec.block_hashes)))
     request.request_id, request.num_samples, request.features = spec.prompt_id, len(samples), spec.features
     return Prompt(request, spec, {live.request_id: live for live in samples})
-
-
-def waiting_request(
-    live: LiveRequest, now: float, reason: str, predicted: float | None, terms: Mapping[str, float]
-) -> WaitingRequest:
-    """A request that waits for a worker; its position is written by `queue_of_all`."""
-    spec, num_output = live.spec, len(live.output_token_ids)
-    to_come = max(1.0, (predicted if predicted is not None else spec.max_tokens) - num_output)
-    return WaitingRequest(
-        position=0,
-        request_id=spec.request_id,
-        priority=spec.terms.priority,
-        tenant=spec.terms.tenant,
-        age_s=now - spec.arrived_at,
-        num_prompt_tokens=spec.num_prompt_tokens,
-        num_output_tokens=num_output,
-        predicted_output_tokens=predicted,
-        predicted_cost_tokens=spec.num_prompt_tokens + num_output + to_come,
-        num_preemptions=live.charges.num_preemptions,
-        reason=reason,
-        terms=dict(terms),
-        background=spec.terms.background,
-    )
-
-
-def queued_request(live: LiveRequest, reason: str) -> QueuedRequest:
-    """The same for the live view."""
-    spec = live.spec
-    return QueuedRequest(
-        id=short_id(spec.request_id),
-        tenant=spec.terms.tenant,
-        priority=spec.terms.priority,
-        state="waiting",
-        num_prompt_tokens=spec.num_prompt_tokens,
-        num_output_tokens=len(live.output_token_ids),
-        num_preemptions=live.charges.num_preemptions,
-        arrived_at=round(spec.arrived_at, 4),
-        reason=reason,
-    )
 
 
 NOBODYS_FAULT = Failure(FailureKind.FULL, retry_after_s=0.0)  # it is bound again as if it had come now
@@ -568,14 +524,14 @@ class Workers(Replica):
         views = await self._ask_up(lambda client: client.queue_view(offset=0, limit=MAX_PAGE))
         now, policy, why = self._clock.now(), self._core.policy, self._why_held()
         held = [
-            waiting_request(live, now, why, request.expected_outputs, policy.terms(request))
+            waiting_request(live.as_it_waits(request.expected_outputs), now, reason=why, terms=policy.terms(request))
             for request, live in self._requests.held()
         ]
         return queue_of_all(views, held, offset, limit)
 
     async def live_view(self) -> LiveView:
         views = await self._ask_up(lambda client: client.live_view())
-        held = [queued_request(live, self._why_held()) for _, live in self._requests.held()]
+        held = [queued_request(live.as_it_waits(), self._why_held()) for _, live in self._requests.held()]
         return live_view_of_all(views, held)
 
     async def recordings(self) -> list[bytes]:

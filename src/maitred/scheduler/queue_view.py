@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -85,7 +85,16 @@ def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int 
         max_num_seqs=scheduler.config.max_num_seqs,
         num_waiting=len(waiting),
         offset=offset,
-        waiting=tuple(_waiting(scheduler, request, place, now) for place, request in enumerate(page, offset)),
+        waiting=tuple(
+            waiting_request(
+                request,
+                now,
+                reason=reason_of(scheduler, request, place),
+                terms=scheduler.terms(request.request_id),
+                position=place,
+            )
+            for place, request in enumerate(page, offset)
+        ),
         lanes=lane_views(scheduler, now),
     )
 
@@ -137,7 +146,10 @@ def _reason_of_lane(scheduler: Scheduler, batches: list[Batch], lane: LaneKey, n
             return "it goes next"
 
 
-def _waiting(scheduler: Scheduler, request: RequestState, position: int, now: float) -> WaitingRequest:
+def waiting_request(
+    request: RequestState, now: float, *, reason: str, terms: Mapping[str, float], position: int = 0
+) -> WaitingRequest:
+    """One request of a queue, as it is shown."""
     predicted = request.predicted_output_tokens
     to_come = max(1.0, (predicted if predicted is not None else request.max_tokens) - request.num_output_tokens)
     return WaitingRequest(
@@ -151,8 +163,8 @@ def _waiting(scheduler: Scheduler, request: RequestState, position: int, now: fl
         predicted_output_tokens=predicted,
         predicted_cost_tokens=request.num_tokens + to_come,
         num_preemptions=request.num_preemptions,
-        reason=reason_of(scheduler, request, position),
-        terms=scheduler.terms(request.request_id),
+        reason=reason,
+        terms=dict(terms),
         background=request.background,
     )
 
