@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -228,34 +228,27 @@ class TenantResponses:
 # -- a response on its way to the client
 
 
+@dataclass(slots=True, eq=False)
 class KeptResponse:
     """One response as it is answered: its messages go through `send`, and what it becomes is stored at its end."""
 
-    def __init__(
-        self,
-        shelf: TenantResponses,
-        items: Raw | None,
-        patch: dict[str, Any],
-        send: Send | None = None,
-        *,
-        id: str = "",
-    ) -> None:
-        """`items` are those that it is asked with; None stores nothing. `patch` are fields of the response that a
-        replica does not know. Without `send` it runs in the background.
-        """
-        self._shelf, self._items, self._patch = shelf, items, patch
-        self._send, self._is_stored = send or self._logged, items is not None
-        self.id = id
-        self.response = b""  # as far as it is
-        self.events: list[bytes] = []  # of one that runs in the background
-        self.is_over = self.is_deleted = self.has_left = False
-        self.grew = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-        self._is_cancelled = False
-        self._num_events = 0
-        self._is_stream = False
-        self._head: Message | None = None  # held until the body is known
-        self._body = b""
+    _shelf: TenantResponses
+    _items: Raw | None  # that it is asked with, empty once they are stored; None stores nothing
+    _patch: dict[str, Any]  # fields of the response that a replica does not know
+    _client: Send | None = None  # None runs in the background
+    id: str = ""
+    response: bytes = b""  # as far as it is
+    events: list[bytes] = field(default_factory=list)  # of one that runs in the background
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    is_over: bool = False
+    is_deleted: bool = False
+    has_left: bool = False
+    _is_cancelled: bool = False
+    _num_events: int = 0
+    _is_stream: bool = False
+    _head: Message | None = None  # held until the body is known
+    _body: bytes = b""
 
     def enter(self) -> None:
         """Register the response, which is found under its id from now on."""
@@ -263,7 +256,7 @@ class KeptResponse:
 
     def leave(self) -> None:
         """Unregister the response, which is stored by now, or deleted."""
-        if self._is_stored and (self.is_deleted or self._shelf.live(self.id) is self):
+        if self._items is not None and (self.is_deleted or self._shelf.live(self.id) is self):
             self._shelf.service.stored.live.pop(self._shelf.key(self.id), None)
         self.has_left = True
         self.grew.set()
@@ -275,7 +268,7 @@ class KeptResponse:
         if not (is_plain and body.endswith(UNCOUNTED) and b'"response":{' not in body):
             return self._pass_on(message)
         message["body"] = self._counted(body)  # what a token brings
-        return self._send(message)
+        return (self._client or self._logged)(message)
 
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -293,12 +286,13 @@ class KeptResponse:
             body = b"".join([await self._event(text) for text in body.split(b"\n\n") if text])
             if is_last and not self.is_over:
                 body += await self.failed(_BROKE_OFF)
+        send = self._client or self._logged
         if self._head is not None:
             headers = [header for header in self._head["headers"] if header[0] != b"content-length"]
             length = [] if self._is_stream else [(b"content-length", b"%d" % len(body))]
-            await self._send({**self._head, "headers": headers + length})
+            await send({**self._head, "headers": headers + length})
             self._head = None
-        await self._send({**message, "body": body})
+        await send({**message, "body": body})
 
     async def _whole(self, body: bytes) -> bytes:
         assert self._head is not None, "it comes before the body"
@@ -326,7 +320,7 @@ class KeptResponse:
             return self._response_event(told.type, await self._final(response))
         is_repeated = told.type == "response.created" and bool(self.response)  # it was told as it was queued
         self.response = response
-        if self._is_stored and not self.id:
+        if self._items is not None and not self.id:
             self.id = _decode_stored(response).id
             self.enter()
         return b"" if is_repeated else self._response_event(told.type, response)
@@ -341,14 +335,13 @@ class KeptResponse:
 
     async def _final(self, response: bytes) -> bytes:
         """The response at its end, stored. Where that fails, it says of itself that it is not."""
-        if self._is_stored and not self.is_deleted:
+        if self._items is not None and not self.is_deleted:
             try:
-                items = None if self._items is None else bytes(self._items)
-                await self._shelf.put(self.id, response, items)
+                await self._shelf.put(self.id, response, bytes(self._items) or None)
             except Unavailable:
                 ERRORS.warning("a response could not be stored", exc_info=True)
                 response = _encode(_FIELDS.decode(response) | {"store": False})
-        if self._is_stored and self.is_deleted:  # maybe while it was stored
+        if self._items is not None and self.is_deleted:  # maybe while it was stored
             await self._shelf.drop(self.id)
         self.response, self.is_over = response, True
         return response
@@ -370,7 +363,7 @@ class KeptResponse:
         """Store the response as queued, with its items."""
         self.response = _encode(response)
         await self._shelf.put(self.id, self.response, bytes(self._items or b"[]"), busy=True)
-        self._items = None
+        self._items = Raw()
         self.enter()
         self._log(b"".join(self._response_event(f"response.{kind}", self.response) for kind in ("created", "queued")))
 
