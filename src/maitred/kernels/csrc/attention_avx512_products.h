@@ -95,6 +95,12 @@ inline void sum_values(const Segment& work, const Cells& cells, int row, int fro
       column += 4;
     }
   }
+  if constexpr (kMost >= 4) {
+    if (column + 2 <= columns) {
+      value_block<Format, R, 2, kFetch>(work, cells, row, from, to, column, resume);
+      column += 2;
+    }
+  }
   for (; column < columns; ++column) value_block<Format, R, 1, kFetch>(work, cells, row, from, to, column, resume);
 }
 

@@ -105,7 +105,8 @@ struct BoundProgram {
   bool encodes = false;  // each token sees all of its request
   uint8_t* queries = nullptr;
   int64_t query_bytes = 0;
-  const float* rotated = nullptr;  // rows that the last attention left rotated
+  std::shared_ptr<HalfRows> half_written, half_read;  // by the last linear, and by those behind the last prepare
+  const float* rotated = nullptr;                     // rows that the last attention left rotated
 };
 
 PackedLinear packed(const LinearShape& shape, const Bytes& data) {
@@ -156,8 +157,12 @@ void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, con
   out.alpha = alpha;
   out.softcap = softcap;
   out.act = act_named(act);
+  const bool halves = (out.ending == Ending::gate || out.ending == Ending::act) && self.program.team() == nullptr &&
+                      column + first == 0 && end == target.width && end % 128 == 0;
+  self.half_written = halves ? std::make_shared<HalfRows>() : nullptr;
+  if (halves) *self.half_written = {target, self.program.ops().size() + 1, few, false, {}};
   add_linear(self.program, self.operands(), packed(shape, data), out, few,
-             self.adapted(adapted, first / (shape.gated ? kTile / 2 : kTile)), name);
+             self.adapted(adapted, first / (shape.gated ? kTile / 2 : kTile)), name, self.half_read, self.half_written);
 }
 
 void head_linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, int first, int count, int copied,
@@ -504,8 +509,14 @@ void bind_program(nb::module_& m) {
             const int32_t* const columns = reinterpret_cast<const int32_t*>(vector_of(order, shape.k));  // bits
             for (int i = 0; columns != nullptr && i < shape.k; ++i)
               if (columns[i] < 0 || columns[i] >= shape.k) throw std::invalid_argument("no order of columns");
+            const std::shared_ptr<HalfRows>& half = self.half_written;
+            const bool takes = half != nullptr && half->next == self.program.ops().size() && half->few == few &&
+                               half->rows.values == from.values && half->rows.width == shape.k && norm.is_none() &&
+                               columns == nullptr && !taken && operand_dtype(shape.dtype) == DType::bf16;
+            if (takes) half->taken = true, half->reader = self.adapted(adapted);
+            self.half_read = takes ? half : nullptr;
             add_prepare(self.program, self.operands(), from, shape, vector_of(norm, shape.k), eps, few, taken,
-                        source.values == self.rotated, columns, self.adapted(adapted));
+                        source.values == self.rotated, columns, self.adapted(adapted), self.half_read);
           },
           nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("few"), nb::arg("taken"),
           nb::arg("adapted"), nb::arg("order").none() = nb::none())

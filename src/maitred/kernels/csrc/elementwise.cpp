@@ -65,17 +65,6 @@ void norm_rows(const float* source, int64_t source_stride, float* target, int64_
   });
 }
 
-void layer_norm_rows(float* rows, int64_t stride, const float* weight, const float* bias, int64_t width, int num_rows,
-                     float eps, WorkCounter& counter) {
-  each_row(num_rows, counter, [=](int t) {
-    float* x = rows + t * stride;
-    const float mean = sum_of(x, width, [](float v) { return v; }) / static_cast<float>(width);
-    const float squares = sum_of(x, width, [=](float v) { return (v - mean) * (v - mean); });
-    const float inverse = 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
-    for (int64_t i = 0; i < width; ++i) x[i] = (x[i] - mean) * inverse * weight[i] + bias[i];
-  });
-}
-
 void gate_rows(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, float* target,
                int64_t target_stride, int64_t width, int num_rows, GateAct act, WorkCounter& counter) {
   each_row(num_rows, counter, [=](int t) {

@@ -20,11 +20,6 @@ void norm_add_rows(const float* part, int64_t part_stride, float* hidden, int64_
 void norm_rows(const float* source, int64_t source_stride, float* target, int64_t target_stride, const float* weight,
                int64_t width, int num_rows, float eps, WorkCounter& counter);
 
-// rows[t] = (rows[t] - mean) / sqrt(variance + eps) * weight + bias, in place: layer norm (Ba et al.,
-// arXiv:1607.06450).
-void layer_norm_rows(float* rows, int64_t stride, const float* weight, const float* bias, int64_t width, int num_rows,
-                     float eps, WorkCounter& counter);
-
 // target[t] = act(gate[t]) * up[t]
 void gate_rows(const float* gate, int64_t gate_stride, const float* up, int64_t up_stride, float* target,
                int64_t target_stride, int64_t width, int num_rows, GateAct act, WorkCounter& counter);

@@ -119,6 +119,7 @@ struct LinearOut {
   float alpha = 1.0f;
   float softcap = 0.0f;  // store only: cap(y) = softcap * tanh(y / softcap); 0 leaves y
   GateAct act = GateAct::silu;
+  bool half = false;  // act and gate in whole tiles: each row is written in bf16, into its first half
   // What is added to acc before the ending, by row: null for nothing, else a value for each channel, tile by tile.
   const float* const* deltas = nullptr;
   int first_delta = 0;  // of the first tile
@@ -134,6 +135,8 @@ struct LinearKernels {
   // Rows first .. last - 1 on this thread alone. A row's bits depend on nothing but the row, so each worker may just as
   // well prepare a copy of its own, where a barrier would cost more than the work (a row or two).
   void (*prepare)(const PrepareSource& source, const LinearShape& shape, int first, int last, const Operand& out);
+  // row = (row - mean) / sqrt(variance + eps) * weight + bias, k values (Ba et al., arXiv:1607.06450).
+  void (*layer_norm)(float* row, int k, const float* weight, const float* bias, float eps);
   // rows m x packed weights, called by all workers with one fresh counter. out may not overlap the operand.
   void (*linear)(const PackedLinear& weights, const Operand& rows, int m, const LinearOut& out, WorkCounter& counter,
                  const Worker& worker);

@@ -187,7 +187,7 @@ void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, cons
       uint8_t* sums = acc + index * kRows * kTile * 4;
       run.next = following + int64_t{64} * run.lines * run.depths * index;
       run.out_rows = ends ? chunk.count : 0;
-      run.out = out.rows + chunk.first * out.row_stride + tile * run.out_width;
+      run.out = out.rows + chunk.first * out.row_stride + first_float(shape, out, tile);
       if (is_few_bf16(shape, rows.all))
         multiply_few<false>(run, chunk.count, at, operand.row_stride, reinterpret_cast<float*>(sums));
       else if (shape.dtype == DType::bf16)
@@ -451,6 +451,6 @@ LinearProduct product(const LinearShape& shape, int m) {
 
 }  // namespace
 
-const LinearKernels kLinearAmx{&prepare<Amx>, &linear, &product};
+const LinearKernels kLinearAmx{&prepare<Amx>, &layer_norm<Amx::V>, &linear, &product};
 
 }  // namespace maitred

@@ -117,6 +117,7 @@ struct Tile {
   int first;                   // channel of the tile
   int width;                   // values of an output row from this tile on
   bool biased;
+  bool plain;         // whole, and sums are float32 that nothing is done to by row
   V scales[vectors];  // of the channels, int8
   V biases[vectors];
 
@@ -132,6 +133,7 @@ struct Tile {
     biased = shape.bias;
     for (int i = 0; biased && i < vectors; ++i) biases[i] = V::load(behind + tile * kTile + i * V::width);
     width = out_width(shape) - tile * (shape.gated ? kTile / 2 : kTile);
+    plain = shape.dtype != DType::int8 && deltas == nullptr && width >= kTile;
   }
   const float* delta_of(int row) const {
     return deltas == nullptr || deltas[row] == nullptr ? nullptr : deltas[row] + first;
@@ -156,6 +158,15 @@ inline typename K::V value_at(const Tile<K>& tile, const void* acc, int row, con
   return y;
 }
 
+// Puts an activated vector: value `i` of the tile's in the row that begins at `to` of `out`.
+template <class V>
+inline void put_act(const LinearOut& out, float* to, int i, V y, int left) {
+  if (out.half)
+    V::store_bf16(reinterpret_cast<uint16_t*>(to) + i, y);
+  else
+    put(to + i, y, left);
+}
+
 template <class K, bool kInt32, GateAct kAct>
 inline void end_gate(const Tile<K>& tile, const void* acc, int num_rows, const LinearOut& out, float* to) {
   using V = typename K::V;
@@ -167,11 +178,11 @@ inline void end_gate(const Tile<K>& tile, const void* acc, int num_rows, const L
       const V up = value_at<K, kInt32>(tile, acc, row, delta, kVectors + i);
       if (kAct == GateAct::clamped_swiglu) {
         const V opened = clamped_swiglu(gate, up, V::set1(out.alpha), V::set1(out.softcap));
-        put(to + i * V::width, opened, tile.width - i * V::width);
+        put_act(out, to, i * V::width, opened, tile.width - i * V::width);
         continue;
       }
       const V act = kAct == GateAct::silu ? silu(gate) : kAct == GateAct::gelu ? gelu(gate) : gelu_tanh(gate);
-      put(to + i * V::width, act * up, tile.width - i * V::width);
+      put_act(out, to, i * V::width, act * up, tile.width - i * V::width);
     }
   }
 }
@@ -180,6 +191,17 @@ template <class K, bool kInt32, Ending kEnding>
 inline void end_plain(const Tile<K>& tile, const void* acc, int num_rows, const LinearOut& out, float* to) {
   using V = typename K::V;
   const V alpha = V::set1(out.alpha);
+  if (tile.plain && out.softcap == 0.0f) {
+    const float* sums = static_cast<const float*>(acc);
+    for (int row = 0; row < num_rows; ++row, to += out.row_stride, sums += kTile)
+      for (int i = 0; i < Tile<K>::vectors; ++i) {
+        V y = V::load(sums + i * V::width);
+        if (tile.biased) y = y + tile.biases[i];
+        y = y * alpha;
+        V::store(to + i * V::width, kEnding == Ending::add ? V::load(to + i * V::width) + y : y);
+      }
+    return;
+  }
   for (int row = 0; row < num_rows; ++row, to += out.row_stride) {
     const float* delta = tile.delta_of(row);
     for (int i = 0; i < Tile<K>::vectors && i * V::width < tile.width; ++i) {
@@ -202,7 +224,7 @@ inline void end_act(const Tile<K>& tile, const void* acc, int num_rows, const Li
     for (int i = 0; i < Tile<K>::vectors && i * V::width < tile.width; ++i) {
       const V y = value_at<K, kInt32>(tile, acc, row, delta, i);
       const V act = out.act == GateAct::silu ? silu(y) : out.act == GateAct::gelu ? gelu(y) : gelu_tanh(y);
-      put(to + i * V::width, act, tile.width - i * V::width);
+      put_act(out, to, i * V::width, act, tile.width - i * V::width);
     }
   }
 }
@@ -218,6 +240,11 @@ inline void end_rows(const Tile<K>& tile, const void* acc, int num_rows, const L
   return end_gate<K, kInt32, GateAct::clamped_swiglu>(tile, acc, num_rows, out, to);
 }
 
+// Where a tile's outputs begin in a row.
+static inline int first_float(const LinearShape& shape, const LinearOut& out, int tile) {
+  return tile * (shape.gated ? kTile / 2 : kTile) / (out.half ? 2 : 1);
+}
+
 // Rows row0 .. of one tile, from their sums acc [num_rows][32] to the output.
 template <class K>
 inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, int num_rows, const Operand& rows,
@@ -226,7 +253,7 @@ inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, i
   const bool scaled = dtype == DType::int8;
   const Tile<K> tile(weights, plan, index, scaled ? rows.scales + row0 : nullptr, rows.sums + row0,
                      out.deltas == nullptr ? nullptr : out.deltas + row0, out.first_delta);
-  float* to = out.rows + row0 * out.row_stride + index * (weights.shape.gated ? kTile / 2 : kTile);
+  float* to = out.rows + row0 * out.row_stride + first_float(weights.shape, out, index);
   if (dtype == DType::int8)
     end_rows<K, true>(tile, acc, num_rows, out, to);
   else
@@ -302,11 +329,10 @@ static inline void aim_prefetch(const Plan& plan, int chunk, int chunks, const u
 // Asks for the output's lines while products are still at work: they were last another thread's.
 template <class K>
 inline void fetch_outputs(const LinearShape& shape, const LinearOut& out, int tile, int row, int num_rows) {
-  const int width = shape.gated ? kTile / 2 : kTile;
-  float* to = out.rows + row * out.row_stride + tile * width;
+  float* to = out.rows + row * out.row_stride + first_float(shape, out, tile);
   for (int i = 0; i < num_rows; ++i, to += out.row_stride) {
     K::V::prefetch_to_write(to);
-    if (width == kTile) K::V::prefetch_to_write(to + kTile / 2);
+    if (!shape.gated && !out.half) K::V::prefetch_to_write(to + kTile / 2);
   }
   for (int i = 0; out.deltas != nullptr && i < num_rows; ++i) {
     if (out.deltas[row + i] == nullptr) continue;
@@ -392,7 +418,7 @@ LinearProduct product(const LinearShape& shape, int) {
 
 template <class K>
 constexpr LinearKernels table() {
-  return LinearKernels{&prepare<K>, &linear<K>, &product<K>};
+  return LinearKernels{&prepare<K>, &layer_norm<typename K::V>, &linear<K>, &product<K>};
 }
 
 }  // namespace linear_driver

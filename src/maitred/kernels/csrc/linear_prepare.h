@@ -69,6 +69,19 @@ inline NormedRow<V> normed_row(const PrepareSource& source, int k, int i) {
 }
 
 template <class V>
+void layer_norm(float* x, int k, const float* weight, const float* bias, float eps) {
+  V sum = V::set1(0.0f);
+  for (int i = 0; i < k; i += V::width) sum = sum + get<V>(x + i, k - i);
+  const V mean = V::set1(V::sum(sum) / static_cast<float>(k));
+  for (int i = 0; i < k; i += V::width) put(x + i, get<V>(x + i, k - i) - mean, k - i);
+  const V inverse = V::set1(1.0f / V::root(sum_of_squares<V>(x, k) / static_cast<float>(k) + eps));
+  for (int i = 0; i < k; i += V::width) {
+    const V scaled = get<V>(x + i, k - i) * inverse * get<V>(weight + i, k - i);
+    put(x + i, scaled + get<V>(bias + i, k - i), k - i);
+  }
+}
+
+template <class V>
 inline float largest(const NormedRow<V>& row, int begin, int end) {
   V most = V::set1(0.0f);
   for (int i = begin; i < end; i += V::width) most = V::max_bits(most, V::abs(row.at(i)));

@@ -98,8 +98,11 @@ void add_embed_more(Program& program, const PackedLinear& weights, int offset, i
 }
 
 void add_layer_norm(Program& program, const Rows& rows, const float* weight, const float* bias, float eps, bool few) {
-  program.add("layer norm", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
-    layer_norm_rows(rows.values, rows.stride, weight, bias, rows.width, rows_of(step, few), eps, counters[0]);
+  const LinearKernels& kernels = linear_kernels(program.isa());
+  program.add("layer norm", 1, [=, &kernels](const StepRows& step, WorkCounter* counters, const Worker&) {
+    for (int first; (first = counters->take() * kRowsPerShare) < rows_of(step, few);)
+      for (int t = first; t < std::min(first + kRowsPerShare, rows_of(step, few)); ++t)
+        kernels.layer_norm(rows.row(t), static_cast<int>(rows.width), weight, bias, eps);
     return true;
   });
 }
@@ -115,10 +118,11 @@ void add_take(Program& program, const Rows& source, const Rows& target) {
 
 void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
                  const float* norm_weight, float eps, bool few, bool taken, bool rotated, const int32_t* order,
-                 const AdaptedLinear& adapted) {
+                 const AdaptedLinear& adapted, const std::shared_ptr<HalfRows>& half) {
   const LinearKernels& kernels = linear_kernels(program.isa());
   const char* name = norm_weight == nullptr ? "prepare" : "norm and prepare";
   program.add(name, 2, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
+    if (half != nullptr && half->in_use()) return false;
     const int m = rows_of(step, few);
     const Operand operand = operands.of(worker, shape, m);
     const PrepareSource from{source.values, source.stride, taken ? step.logits_tokens : nullptr, norm_weight, eps,
@@ -134,18 +138,22 @@ void add_prepare(Program& program, const OperandBuffers& operands, const Rows& s
 }
 
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
-                bool few, const AdaptedLinear& adapted, const std::string& name) {
+                bool few, const AdaptedLinear& adapted, const std::string& name, const std::shared_ptr<HalfRows>& from,
+                const std::shared_ptr<HalfRows>& half) {
   const LinearKernels& kernels = linear_kernels(program.isa());
   const auto multiply = [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
     const int m = rows_of(step, few);
+    const bool halved = from != nullptr && from->in_use();
     LinearOut to = out;
+    to.half = half != nullptr && half->in_use();
     if (adapted.active()) {
       adapted.adapters->expand(adapted.linear, adapted.first, num_tiles(weights.shape), counters[1], worker);
       worker.meet();
       to.deltas = adapted.adapters->deltas(adapted.linear);
       to.first_delta = adapted.first * kTile;
     }
-    kernels.linear(weights, operands.of(worker, weights.shape, m), m, to, counters[0], worker);
+    kernels.linear(weights, halved ? from->operand() : operands.of(worker, weights.shape, m), m, to, counters[0],
+                   worker);
     return true;
   };
   program.add(name, kWeightCounters, multiply, Program::Shares::own);

@@ -1,6 +1,7 @@
 // The operations a program is made of, each over buffers of the program; model/program.py says what they compute.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -75,15 +76,27 @@ void add_layer_norm(Program& program, const Rows& rows, const float* weight, con
 // The rows of source whose logits are wanted, one below the other.
 void add_take(Program& program, const Rows& source, const Rows& target);
 
+// Rows that a linear writes as the next one reads them, so that nothing is left to prepare: bf16 in the place of
+// floats, but for steps in which adapters read those for `reader`.
+struct HalfRows {
+  Rows rows;
+  size_t next;  // operation of the program that may take them
+  bool few, taken = false;
+  AdaptedLinear reader;
+  bool in_use() const { return taken && !reader.active(); }
+  Operand operand() const { return {DType::bf16, rows.values, rows.stride * 4, nullptr, nullptr}; }
+};
+
 // few: as many rows as logits are wanted; and if `taken`, those of source that belong to them, else its first ones.
 // norm_weight null: no norm.
 void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
                  const float* norm_weight, float eps, bool few, bool taken, bool rotated, const int32_t* order,
-                 const AdaptedLinear& adapted);
+                 const AdaptedLinear& adapted, const std::shared_ptr<HalfRows>& half);
 
-// few: as many rows as logits are wanted.
+// few: as many rows as logits are wanted. from, to: half rows that it may read and write, null where there are none.
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
-                bool few, const AdaptedLinear& adapted, const std::string& name);
+                bool few, const AdaptedLinear& adapted, const std::string& name, const std::shared_ptr<HalfRows>& from,
+                const std::shared_ptr<HalfRows>& to);
 
 // A matrix for each head, one behind the other: of this rank, which has `count` heads from `first` on.
 struct HeadLinearOp {

@@ -2,8 +2,8 @@
 // its own copy. Sums run in 16 lanes whatever the instruction set, so that all give the same bits.
 //
 // Formats: PlainFormats, or an instruction set's own conversions.
-// kHead: the head's size where it is one of the usual ones and rotated whole, so that loops have a known length; else
-// 0.
+// kHead: the head's size where it is one of the usual ones and rotated whole or not at all, so that loops have a known
+// length; else 0.
 #pragma once
 
 #include <stddef.h>
@@ -73,7 +73,11 @@ inline float inverse_rms(const float* x, int n, float eps) {
 template <int kHead>
 inline void ready_head(const float* __restrict x, int head_dim, float inverse, const float* __restrict weight,
                        const float* __restrict cos, const float* __restrict sin, int num_pairs, float* __restrict out) {
-  if (kHead != 0) head_dim = kHead, num_pairs = kHead / 2;
+  if (kHead != 0) head_dim = kHead, num_pairs = num_pairs == 0 ? 0 : kHead / 2;
+  if (num_pairs == 0 && weight == nullptr) {
+    __builtin_memcpy(out, x, static_cast<size_t>(head_dim) * 4);
+    return;
+  }
   for (int i = 0; i < num_pairs; ++i) {
     float first = x[i], second = x[num_pairs + i];
     if (weight != nullptr) {
@@ -527,9 +531,11 @@ void run_heads(const QKVRun& work) {
 
 template <class Formats>
 void run(const QKVRun& work) {
-  const int head_dim = work.layout->head_dim;
-  if (head_dim == 128 && work.op->num_pairs == 64) return run_heads<Formats, 128>(work);
-  if (head_dim == 64 && work.op->num_pairs == 32) return run_heads<Formats, 64>(work);
+  const int head_dim = work.layout->head_dim, num_pairs = work.op->num_pairs;
+  const bool whole = num_pairs == 0 || 2 * num_pairs == head_dim;
+  if (head_dim == 128 && whole) return run_heads<Formats, 128>(work);
+  if (head_dim == 64 && whole) return run_heads<Formats, 64>(work);
+  if (head_dim == 32 && whole) return run_heads<Formats, 32>(work);
   run_heads<Formats, 0>(work);
 }
 
