@@ -175,7 +175,7 @@ LOST_S, WON_S = 0.03, 0.1  # of a trial's steps: several time slices of another 
 WON_STEPS = 4
 LOST = 1.25  # a trial ends as soon as its steps take so many times what steps like them take
 WON = 0.95  # another number is taken where they take less than this
-LIKE_STEPS, MAX_UNLIKE_STEPS = 3, 16
+LIKE_STEPS, MAX_UNLIKE_STEPS = 3, 4  # unlike: more than like ones, in a trial that tells nothing
 MAX_RECENT = 64  # steps with the present number
 SILENCE_S = 1.0  # what came before it tells nothing of the machine now
 SLOWED_S, SLOWED = 0.1, 1.5  # steps for so long that take so many times what their like did: others want the cores now
@@ -269,7 +269,7 @@ class ThreadChoice:
             trial.usual_s += usual_s
         num_like = trial.num_steps - 1 - trial.num_unlike
         lost = trial.took_s >= max(LOST_S, LOST * trial.usual_s)
-        if lost or trial.num_unlike == MAX_UNLIKE_STEPS or (trial.took_s >= WON_S and num_like >= WON_STEPS):
+        if lost or trial.num_unlike == num_like + MAX_UNLIKE_STEPS or (trial.took_s >= WON_S and num_like >= WON_STEPS):
             return self._end(trial, won=num_like >= WON_STEPS and trial.took_s < WON * trial.usual_s)
         return None
 
