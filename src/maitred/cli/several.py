@@ -5,7 +5,7 @@ memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -111,12 +111,17 @@ def _model(
         options = serve.COMMAND.parse([*words, *starts], environ={})
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
+    tensor_models: Iterable[str] = ()
+    if has_tensors:
+        from maitred.tensor.repository_files import scan
+
+        tensor_models = scan(Path(str(options[TensorConfig].model_repository)))
     needed, kv_bytes = _needed(options, memory_bytes, name, tell)
     if kv_bytes is not None:
         starts += ["--kv-cache-memory-bytes", str(kv_bytes)]
     return FleetModel(
         name=name,
-        names=(*own.aliases, *options[LoraConfig].lora, *_tensor_models(options)),
+        names=(*own.aliases, *options[LoraConfig].lora, *tensor_models),
         aliases=tuple(own.aliases),
         words=(*words, *starts),
         memory_bytes=needed,
@@ -152,15 +157,6 @@ def given_words(flag: Flag, value: Any) -> list[str]:
         texts = {key: each if isinstance(each, str) else dumps(each) for key, each in value.items()}
         return [f"{flag.name}={key}={text}" for key, text in texts.items()]
     return [f"{flag.name}={each}" for each in (value if flag.kind is FlagKind.LIST else (value,))]
-
-
-def _tensor_models(options: Options) -> list[str]:
-    repository = options[TensorConfig].model_repository
-    if repository is None:
-        return []
-    from maitred.tensor.repository_files import scan
-
-    return list(scan(Path(repository)))
 
 
 def _needed(options: Options, memory_bytes: int, name: str, tell: Callable[[str], None]) -> tuple[int, int | None]:

@@ -135,8 +135,7 @@ class Requests:
         fit = fitting_tiers(request, self._fleet)
         error = why_never(request, self._fleet, self.models, fit)
         if error is None and self._swapping is not None:
-            self._swapping.came(request, now)
-            error = self._swapping.why_not(request.model, now)
+            error = self._swapping.came(request, now)
         if error is not None:
             return [Refuse(request.request_id, error)]
         self._living[request.request_id] = request

@@ -191,20 +191,19 @@ class Swapping:
 
     # -- what is asked, and what becomes of it
 
-    def came(self, request: FleetRequest, now: float) -> None:
-        """Note when a request came, for the time between two of its model, and how long it keeps that."""
+    def came(self, request: FleetRequest, now: float) -> MaitredError | None:
+        """Note when a request came, and how long it keeps its model. Returns why it is refused: a moment ago the model
+        could not be loaded.
+        """
         book = self._books.get(self._owner.get(request.model or "", ""))
-        if book is not None:
-            last_s = inf if book.came_at is None else now - book.came_at
-            book.gap_s = last_s if book.gap_s == inf else book.gap_s + GAP_SHARE * (last_s - book.gap_s)
-            book.came_at = now
-            if request.keep_alive_s is not None:
-                book.keep_alive_s = bounded(request.keep_alive_s)
-
-    def why_not(self, model: str | None, now: float) -> MaitredError | None:
-        """Why a request for the model is refused now: it could not be loaded a moment ago."""
-        book = self._books.get(self._owner.get(model or "", ""))
-        return None if book is None or now >= book.retry_at else self._cannot_load(book, now)
+        if book is None:
+            return None
+        last_s = inf if book.came_at is None else now - book.came_at
+        book.gap_s = last_s if book.gap_s == inf else book.gap_s + GAP_SHARE * (last_s - book.gap_s)
+        book.came_at = now
+        if request.keep_alive_s is not None:
+            book.keep_alive_s = bounded(request.keep_alive_s)
+        return self._cannot_load(book, now) if now < book.retry_at else None
 
     def asked(self, name: str, keep_alive_s: float | None, now: float) -> None:
         """Load a model though no request waits for it; `keep_alive_s` in place of its own, where given, below 0 for
@@ -237,9 +236,8 @@ class Swapping:
     def _book(self, name: str) -> _Book:
         if name not in self._owner:
             there = ", ".join(sorted(self._books))
-            raise InvalidRequest(
-                f"there is no model {name!r}{did_you_mean(name, self._owner)}; there are: {there}", param="model"
-            )
+            meant = did_you_mean(name, self._owner)
+            raise InvalidRequest(f"there is no model {name!r}{meant}; there are: {there}", param="model")
         return self._books[self._owner[name]]
 
     # -- the decision

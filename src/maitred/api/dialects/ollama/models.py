@@ -213,22 +213,17 @@ def _digest(card: dict[str, Any]) -> str:
 
 def _details(card: dict[str, Any]) -> dict[str, Any]:
     meta, family = _meta(card), _meta(card).get("family", "")
+    size, unit, letter = meta.get("n_params", 0), 10**6, "M"  # told as 7B, 134.52M, 0.63M
+    if size >= 10**9:
+        unit, letter = 10**9, "B"
     return {
         "parent_model": card.get("parent") or "",
         "format": "gguf" if str(card.get("root")).endswith(".gguf") else "safetensors",
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": _human(meta["n_params"]) if meta else "",
+        "parameter_size": f"{round(size / unit, 2):g}{letter}" if meta else "",
         "quantization_level": str(meta.get("dtype", "")).upper().partition(" ")[0].rstrip(","),
     }
-
-
-def _human(number: int) -> str:
-    """As Ollama writes it: 7B, 1.5B, 134.52M, 630K."""
-    for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
-        if number >= unit:
-            return f"{number / unit:.{digits if number % unit else 0}f}{letter}"
-    return str(number)
 
 
 async def show(cards_of: Handler, app: App, exchange: Exchange) -> None:
