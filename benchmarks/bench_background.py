@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,7 @@ from urllib.request import urlopen
 
 from harness import served
 
-from maitred.cli.endpoint import HttpEndpoint, first_model
+from maitred.cli.endpoint import HttpEndpoint
 from maitred.cli.load import WORD_VOCABULARY, LoadClient, LoadRun, Record, RequestForm, Synthetic
 from maitred.cli.simulate_inputs import find_target
 from maitred.config import CacheConfig, SchedulerConfig
@@ -53,11 +54,6 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def metrics(url: str) -> list[float]:
-    text = urlopen(f"{url}/metrics").read().decode()
-    return [float(re.search(rf"^maitred_{name}(?:{{[^}}]*}})? (\S+)", text, re.MULTILINE)[1]) for name in METRICS]
-
-
 @contextmanager
 def batch(url: str, model: str, at_once: int) -> Iterator[None]:
     """Requests of the class background, so many at a time, each with a prompt of its own."""
@@ -75,31 +71,25 @@ def batch(url: str, model: str, at_once: int) -> Iterator[None]:
             told = answer.read()
             assert answer.status == 200, told
 
-    workers = [threading.Thread(target=work) for _ in range(at_once)]
-    for worker in workers:
-        worker.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for worker in workers:
-            worker.join()
+    with ThreadPoolExecutor(at_once) as workers:
+        working = [workers.submit(work) for _ in range(at_once)]
+        try:
+            yield
+        finally:
+            over.set()
+    for each in working:
+        each.result()
 
 
 def load(url: str, model: str, seconds: float, rate: float | None) -> list[Record]:
     """Records of an open loop at `rate`, or of 16 clients."""
+    lengths = {"input_len": parse_length(INPUT, "input"), "output_len": parse_length(OUTPUT, "output")}
+    plan = Synthetic(seed=1, vocabulary=WORD_VOCABULARY, rate=rate, **lengths)
 
     async def run() -> list[Record]:
-        plan = Synthetic(
-            seed=1,
-            vocabulary=WORD_VOCABULARY,
-            input_len=parse_length(INPUT, "input"),
-            output_len=parse_length(OUTPUT, "output"),
-            rate=rate,
-        )
         async with HttpEndpoint(url) as endpoint:
-            form = RequestForm(model=model, as_tokens=False)
-            load_run = LoadRun(LoadClient(endpoint, form), plan.requests(), duration_s=seconds)
+            client = LoadClient(endpoint, RequestForm(model=model, as_tokens=False))
+            load_run = LoadRun(client, plan.requests(), duration_s=seconds)
             await (load_run.open_loop() if rate is not None else load_run.closed_loop(16))
             return load_run.progress.records
 
@@ -110,11 +100,16 @@ def load(url: str, model: str, seconds: float, rate: float | None) -> list[Recor
 
 def measured(url: str, do: Callable[[], list[Record]]) -> tuple[list[Record], float, float]:
     """Records of what it does, the share of time in which the engine worked, and the batch's tokens a second."""
-    before, began = metrics(url), time.monotonic()
+
+    def metrics() -> list[float]:
+        text = urlopen(f"{url}/metrics").read().decode()
+        return [float(re.search(rf"^maitred_{name}(?:{{[^}}]*}})? (\S+)", text, re.MULTILINE)[1]) for name in METRICS]
+
+    before, began = metrics(), time.monotonic()
     records = do()
     passed = time.monotonic() - began
-    execute, host, tokens = (now - then for now, then in zip(metrics(url), before, strict=True))
-    return records, (execute + host) / passed, tokens / passed
+    execute, host, tokens = ((now - then) / passed for now, then in zip(metrics(), before, strict=True))
+    return records, execute + host, tokens
 
 
 def figures_of(records: list[Record]) -> tuple[float, float]:
@@ -123,12 +118,12 @@ def figures_of(records: list[Record]) -> tuple[float, float]:
     return quantile(gaps, 0.99), quantile([record.ttft_s or 0.0 for record in records], 0.99)
 
 
-def show(what: str, without: tuple[float, float], beside: tuple[float, float], share: float, more: str) -> None:
+def show(share: float, without: tuple[float, float], beside: tuple[float, float], part: float, more: str) -> None:
     (gap, ttft), (gap2, ttft2) = without, beside
     print(
-        f"{what}: gaps p99 {1e3 * gap:.2f} -> {1e3 * gap2:.2f} ms ({gap2 / gap:.3f}x), TTFT p99 {1e3 * ttft:.1f} -> "
-        f"{1e3 * ttft2:.1f} ms ({ttft2 / ttft:.2f}x, {1e3 * (ttft2 - 1.1 * ttft):+.1f} ms over 1.1x), "
-        f"batch's share of the free time {share:.1%}; {more}",
+        f"  {share} of capacity: gaps p99 {1e3 * gap:.2f} -> {1e3 * gap2:.2f} ms ({gap2 / gap:.3f}x), TTFT p99 "
+        f"{1e3 * ttft:.1f} -> {1e3 * ttft2:.1f} ms ({1e3 * (ttft2 - 1.1 * ttft):+.1f} ms over 1.1x), "
+        f"batch's share of the free time {part:.1%}; {more}",
         flush=True,
     )
 
@@ -141,7 +136,7 @@ def live(options: argparse.Namespace) -> None:
         words = (*([options.model] if options.model else ()), "--fleet-token-file", secret.name, *options.serve)
         with served(*words) as server:
             url = server.url
-            model = asyncio.run(_first_model(url))
+            model = json.load(urlopen(f"{url}/v1/models"))["data"][0]["id"]
             load(url, model, 3.0, None)
             capacity = len(load(url, model, seconds / 2, None)) / (seconds / 2)
             with batch(url, model, options.at_once):
@@ -150,24 +145,12 @@ def live(options: argparse.Namespace) -> None:
             print(f"live, {model}: capacity {capacity:.2f} requests/s; batch alone {alone:.0f} tokens/s", flush=True)
             for share in SHARES:
                 send = partial(load, url, model, seconds, share * capacity)
-                records, busy, _ = measured(url, send)
-                without = figures_of(records)
+                without, busy, _ = measured(url, send)
                 with batch(url, model, options.at_once):
                     time.sleep(2.0)
-                    records, _, rate = measured(url, send)
-                part = rate / (alone * (1 - busy))
-                show(
-                    f"  {share} of capacity, {len(records)} requests",
-                    without,
-                    figures_of(records),
-                    part,
-                    f"busy {busy:.1%} without, batch {rate:.0f} tokens/s",
-                )
-
-
-async def _first_model(url: str) -> str:
-    async with HttpEndpoint(url) as endpoint:
-        return await first_model(endpoint)
+                    beside, _, rate = measured(url, send)
+                part, more = rate / (alone * (1 - busy)), f"busy {busy:.1%} without, batch {rate:.0f} tokens/s"
+                show(share, figures_of(without), figures_of(beside), part, f"{more}, {len(beside)} requests")
 
 
 class BatchMeter(StepListener):
@@ -213,9 +196,10 @@ def simulated(options: argparse.Namespace) -> None:
         beside, meter = run(share * capacity, 1000, num_lines)
         rate = meter.beside / meter.beside_until
         each = [(one.total.itl_s.quantile(0.99), one.total.ttft_s.quantile(0.99)) for one in (without, beside)]
-        part = rate / (alone * (1 - without.utilisation))
-        what, busy = f"  {share} of capacity, 1000 requests", f"busy {without.utilisation:.1%} without"
-        show(what, *each, part, f"{busy}, batch {rate:.0f} tokens/s, {meter.num_tokens - meter.beside} left at the end")
+        left = f"batch {rate:.0f} tokens/s, {meter.num_tokens - meter.beside} left at the end"
+        show(
+            share, *each, rate / (alone * (1 - without.utilisation)), f"busy {without.utilisation:.1%} without, {left}"
+        )
 
 
 def main() -> None:

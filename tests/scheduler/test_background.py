@@ -7,6 +7,7 @@ from maitred.core.step import SchedulerOutput
 from maitred.scheduler.background import ALONE_S
 from maitred.scheduler.notes import Lack, PreemptionCause
 from maitred.scheduler.queue_view import queue_view
+from maitred.scheduler.speculation import Speculation
 from tests.fakes import make_request, make_scheduler
 from tests.scheduler.running import Run, tokens_by_request
 
@@ -124,6 +125,16 @@ def test_background_service_does_not_push_a_tenants_other_requests_back() -> Non
     run.scheduler.set_policy("fcfs")
     assert next(iter(run.scheduler.waiting)).request_id == "a"
     run.scheduler.check_invariants()
+    run.to_end()
+
+
+def test_what_a_batchs_drafts_showed_says_nothing_of_those_of_others() -> None:
+    run = Run(make_scheduler(speculation=Speculation(4)), make_request("night", max_tokens=60, background=True))
+    run.scheduler.set_step_costs(CostModel(fixed_s=0.010, decode_token_s=0.004, prefill_token_s=0.004))
+    assert [plan.rows[0].num_drafts for plan in run.steps(8)][-1] == 4, "all of them were right"
+    run.add(make_request("chat", max_tokens=60))
+    chats = [row for plan in run.steps(2) for row in plan.rows if row.request_id == "chat"]
+    assert [row.num_drafts for row in chats] == [0, 1], "its first drafts, which may be wrong every second time"
     run.to_end()
 
 

@@ -369,19 +369,12 @@ class RunningBatch:
             self._put(msgspec.json.encode(self.record), expires_at=expires_at, busy=False)
 
     def _make_file(self, name: str, part: int) -> str | None:
-        num_bytes, now = self._store.size(self._key, part), _now()
+        num_bytes = self._store.size(self._key, part)
         if not num_bytes:
             return None
-        file = s.FileObject(
-            id=new_id("file-"),
-            bytes=num_bytes,
-            created_at=now,
-            expires_at=now + self.record.life_s,
-            filename=f"{self.record.batch.id}_{name}.jsonl",
-            purpose="batch_output",
-        )
+        file = new_file(num_bytes, f"{self.record.batch.id}_{name}.jsonl", "batch_output", self.record.life_s)
         key = self._key._replace(kind="file", id=file.id)
-        self._store.put(*key, msgspec.json.encode(file), now=now, expires_at=file.expires_at)
+        self._store.put(*key, msgspec.json.encode(file), now=file.created_at, expires_at=file.expires_at)
         self._store.move(self._key, part, key)
         return file.id
 
@@ -450,6 +443,13 @@ def _read_usage(body: bytes) -> list[int] | None:
     for details in [value for value in told.values() if isinstance(value, dict)]:
         told |= details
     return [next((told[name] for name in names if isinstance(told.get(name), int)), 0) for names in _COUNTS]
+
+
+def new_file(num_bytes: int, filename: str, purpose: str, life_s: int | None) -> s.FileObject:
+    """A file that begins now."""
+    now = _now()
+    at = {"created_at": now, "expires_at": None if life_s is None else now + life_s}
+    return s.FileObject(id=new_id("file-"), bytes=num_bytes, filename=filename, purpose=purpose, **at)
 
 
 def new_id(prefix: str) -> str:

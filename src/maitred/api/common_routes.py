@@ -9,11 +9,13 @@ from typing import Any
 from maitred.api.dialects.anthropic.schemas import ANTHROPIC, BatchParams
 from maitred.api.dialects.openai import batch_schemas as b
 from maitred.api.dialects.openai import usage
+from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Handler, Route
 from maitred.api.http.service import Service
 from maitred.api.ops import page
 from maitred.api.ops.page import FILES
+from maitred.core.errors import RouteNotFound
 
 
 def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
@@ -83,12 +85,16 @@ PAGE = (
 
 
 async def _batches(app: Service, exchange: Exchange) -> None:
+    """Answer by the handler of the method, the route's path, and what follows the id in the request's."""
     # SQLite, for those who leave something here
     if exchange.format is ANTHROPIC:
-        from maitred.api.dialects.anthropic.batches import answer  # noqa: PLC0415
+        from maitred.api.dialects.anthropic.batches import HANDLERS  # noqa: PLC0415
     else:
-        from maitred.api.dialects.openai.batches import answer  # noqa: PLC0415
-    await answer(app, exchange)
+        from maitred.api.dialects.openai.batches import HANDLERS  # noqa: PLC0415
+    route, (id, _, more) = exchange.route, exchange.parameter.partition("/")
+    if route is None or (route.method, route.path, more) not in HANDLERS:
+        raise RouteNotFound(f"there is nothing at {shortened(exchange.scope['path'])}")
+    await HANDLERS[route.method, route.path, more](app, exchange, id)
 
 
 def resume_batches(app: Service) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from maitred.core.cost_model import CostModel, Knot, StepShape, between, shape_of
 from maitred.core.request import RequestState
 from maitred.core.step import ScheduledRow
+from maitred.kv.manager import Allocation
 from maitred.scheduler.planning import (
     RUNNING,
     PlanBuilder,
@@ -24,6 +25,7 @@ from maitred.scheduler.planning import (
     grow,
     is_whole,
     plan_chunk,
+    plan_decodes,
     plan_forced,
     preempt_for,
     service_of,
@@ -47,20 +49,11 @@ class Allowance(NamedTuple):
     def fits(self, rows: Iterable[ScheduledRow]) -> bool:
         return self.limit_s == inf or (self.costs is not None and self.costs.step_s(shape_of(rows)) <= self.limit_s)
 
-    def num_rows(self, there: Sequence[ScheduledRow], rows: Sequence[ScheduledRow]) -> int:
-        """Return how many of `rows`, in order, fit beside those that are there."""
-        return largest(len(rows), lambda count: self.fits([*there, *rows[:count]]))
-
-    def num_tokens(self, there: Sequence[ScheduledRow], request_id: str, start: int, wanted: int) -> int:
-        """Return how many tokens of a row from `start` on fit beside those that are there."""
-        return largest(wanted, lambda count: self.fits([*there, ScheduledRow(request_id, start, count, False)]))
-
-
-def largest(wanted: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest count up to `wanted` that fits; of one that does, all smaller ones do."""
-    if wanted <= 0 or fits(wanted):
-        return max(0, wanted)
-    return bisect_left(range(1, wanted), True, key=lambda count: not fits(count))
+    def most(self, wanted: int, rows_of: Callable[[int], Iterable[ScheduledRow]]) -> int:
+        """Return the largest count up to `wanted` whose rows fit; of one that does, all smaller ones do."""
+        if wanted <= 0 or self.fits(rows_of(wanted)):
+            return max(0, wanted)
+        return bisect_left(range(1, wanted), True, key=lambda count: not self.fits(rows_of(count)))
 
 
 def allowance(costs: CostModel | None, slack: float, others: Sequence[ScheduledRow]) -> Allowance:
@@ -112,26 +105,17 @@ def join(state: SchedulerState, builder: PlanBuilder) -> None:
 def _plan_decodes(background: Background, state: SchedulerState, builder: PlanBuilder, allowed: Allowance) -> bool:
     """Return whether all decode."""
     requests, is_alone = sorted(background.decoding.values(), key=background.order.place), not builder.rows
-    starts = [(request, request.num_computed_tokens) for request in requests]
-    rows = [ScheduledRow(each.request_id, start, 1, start + 1 == each.num_tokens) for each, start in starts]
-    most = min(builder.budget, max(int(is_alone), allowed.num_rows(builder.rows, rows)))  # one may always go alone
-    for request, row in zip(requests[:most], rows, strict=False):
-        if request.status is not RUNNING:
-            continue  # preempted for the sake of a row before it
-        block, table, planned = row.start // state.kv.block_size, request.block_table, row
-        if block >= len(table) or state.kv.ref_counts[table[block]] != 1:
-            grown = grow(state, request, builder) if is_alone else state.kv.allocate(request, 1)
-            if grown is None:
-                continue
-            builder.copies += grown.copies
-            planned = row._replace(new_block_ids=grown.new_block_ids, replaced_blocks=grown.replaced_blocks)
-        builder.rows.append(planned)
-        builder.requests.append(request)
-        request.num_computed_tokens += 1
-        builder.budget -= 1
+    rows = [ScheduledRow(r.request_id, at := r.num_computed_tokens, 1, at + 1 == r.num_tokens) for r in requests]
+    most = allowed.most(len(rows), lambda count: [*builder.rows, *rows[:count]])
+    most = min(builder.budget, max(int(is_alone), most))  # one may always go alone
+    plan_decodes(state, builder, requests[:most], grow if is_alone else _take_free)
     if is_alone:
         plan_forced(state, builder)
     return most >= len(requests)
+
+
+def _take_free(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> Allocation | None:
+    return state.kv.allocate(request, 1)
 
 
 def _plan_admissions(background: Background, state: SchedulerState, builder: PlanBuilder, allowed: Allowance) -> None:
@@ -160,5 +144,5 @@ def _chunk(request: RequestState, start: int, builder: PlanBuilder, allowed: All
     if is_whole(request):
         row = ScheduledRow(request.request_id, start, num_left, False)
         return num_left if not builder.rows or (wanted == num_left and allowed.fits([*builder.rows, row])) else 0
-    most = allowed.num_tokens(builder.rows, request.request_id, start, wanted)
+    most = allowed.most(wanted, lambda count: [*builder.rows, ScheduledRow(request.request_id, start, count, False)])
     return most if builder.rows else max(most, min(wanted, LEAST_CHUNK))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,6 +88,8 @@ def describe(request: RequestState, state_slot: int | None = None) -> NewRequest
 
 RUNNING = RequestStatus.RUNNING
 NO_LIMIT = 1 << 62  # tokens
+Grow = Callable[[SchedulerState, RequestState, PlanBuilder], Allocation | None]
+"""Makes room for one more token of a request; None where there is none."""
 
 
 def build_plan(state: SchedulerState, now: float) -> PlanBuilder:
@@ -96,7 +98,7 @@ def build_plan(state: SchedulerState, now: float) -> PlanBuilder:
     state.order.begin_step()
     state.kv.begin_step()
     _give_up_slots(state, builder, now)
-    _plan_decodes(state, builder)
+    plan_decodes(state, builder, list(state.decoding.values()), grow)
     plan_forced(state, builder)
     _plan_prefills(state, builder)
     _plan_admissions(state, builder)
@@ -192,10 +194,12 @@ def _num_replaceable(state: SchedulerState) -> int:
     return max(1, budget // max(1, head.num_tokens - hit.num_tokens))
 
 
-def _plan_decodes(state: SchedulerState, builder: PlanBuilder) -> None:
+def plan_decodes(state: SchedulerState, builder: PlanBuilder, decoding: Sequence[RequestState], grow: Grow) -> None:
+    """Add a row for each request that decodes and, where its next block is lacking, grows."""
     rows, requests = builder.rows, builder.requests
+    budget = builder.budget + len(rows)
     ref_counts, block_size = state.kv.ref_counts, state.kv.block_size
-    for request in list(state.decoding.values()):
+    for request in decoding:
         start, table = request.num_computed_tokens, request.block_table
         block = start // block_size
         samples = start + 1 == request.num_tokens
@@ -211,7 +215,7 @@ def _plan_decodes(state: SchedulerState, builder: PlanBuilder) -> None:
             rows.append(ScheduledRow(request.request_id, start, 1, samples, grown.new_block_ids, grown.replaced_blocks))
         requests.append(request)
         request.num_computed_tokens = start + 1
-    builder.budget = state.config.token_budget - len(rows)
+    builder.budget = budget - len(rows)
 
 
 def plan_forced(state: SchedulerState, builder: PlanBuilder) -> None:

@@ -68,8 +68,10 @@ class Scheduler:
             predictor=predictor if predictor is not None else predictor_named(config.predictor),
             stop_rule=stop_rule,
         )
-        self.num_drafts, self._speculation = num_drafts, speculation
-        self._drafting = False  # whether `speculation` gave the last plan drafts
+        self.num_drafts = num_drafts
+        # Of the class background, what was drafted tells nothing of the others' drafts, nor the other way.
+        self._speculations = () if speculation is None else (speculation, Speculation(speculation.most))
+        self._drafting: Speculation | None = None  # that gave the last plan drafts
         self._watch_cache()
         self._deadlines = Deadlines(self.awaits_leader)
         self.lanes = Lanes(
@@ -272,8 +274,8 @@ class Scheduler:
         background requests go beside others.
         """
         self._state.step_costs = costs
-        if self._speculation is not None:
-            self._speculation.costs = costs
+        for speculation in self._speculations:
+            speculation.costs = costs
 
     def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits between steps; no request is lost. Raises ConfigError and changes nothing."""
@@ -326,12 +328,12 @@ class Scheduler:
         state.order.issued(builder.requests, service_of(builder.rows, state.prefilling))
         is_alone = not builder.rows
         if not is_alone:
-            self._plan_drafts(builder)  # of the others alone, and before it is seen what room they leave
+            self._plan_drafts(builder, False)  # of the others alone, and before it is seen what room they leave
         if not state.background.is_empty:
             join(state, builder)
             self.blocked = self.blocked or why_blocked(state, builder, state.background.order.queue.peek())
         if is_alone:
-            self._plan_drafts(builder)
+            self._plan_drafts(builder, True)
         self.preemptions = tuple(builder.preemptions)
         self._note_given_up()
         plan = builder.plan(self._step, state.forgotten, self._kv.take_pool_changes(builder.rows, builder.requests))
@@ -342,11 +344,12 @@ class Scheduler:
         state.counters.num_scheduled_tokens += state.config.token_budget - builder.budget
         return plan
 
-    def _plan_drafts(self, builder: PlanBuilder) -> None:
+    def _plan_drafts(self, builder: PlanBuilder, background: bool) -> None:
         if self.num_drafts is not None:
             plan_drafts(self._state, builder, [self.num_drafts(one, len(builder.rows)) for one in builder.requests])
-        elif self._speculation is not None:
-            self._drafting = speculate(self._state, self._speculation, builder)
+        elif self._speculations:
+            speculation = self._speculations[background]
+            self._drafting = speculation if speculate(self._state, speculation, builder) else None
 
     def charge(self, plan: SchedulerOutput, execute_s: float) -> None:
         """Splits the executor's time over the last plan's rows by their tokens; `execute_s` is its total so far. Before
@@ -365,7 +368,7 @@ class Scheduler:
         """Running requests, in the order of their rows, if steps decode one token of each and do nothing else until
         one ends, free blocks lack, a deadline passes, or something is called; else none.
         """
-        drafts = self.num_drafts is not None or self._speculation is not None
+        drafts = self.num_drafts is not None or self._speculations
         return [] if drafts or self.lanes.has_models else steady_requests(self._state)
 
     def decode_on(self, charged_s: Sequence[float], token: int, now: float) -> list[RequestProgress]:
@@ -391,8 +394,8 @@ class Scheduler:
     def update(self, plan: SchedulerOutput, output: ModelOutput, now: float) -> list[RequestProgress]:
         """Takes in the outcome of the last plan; progress of each request that got something, in the plan's order."""
         assert plan.step == self._step - 1, f"update of step {plan.step} after schedule of step {self._step - 1}"
-        if self._speculation is not None and self._drafting:
-            self._speculation.learn_of(plan, output)
+        if self._drafting is not None:
+            self._drafting.learn_of(plan, output)
         progress, ended = apply_output(self._state, plan, self._in_flight, output, now)
         self._in_flight = []
         # A second pass, so that blocks are freed in the plan's order, whatever ended the request.
@@ -457,8 +460,8 @@ class Scheduler:
 
     def _end(self, request: RequestState, reason: FinishReason, now: float) -> None:
         end(self._state, request, reason, now)
-        if self._speculation is not None:
-            self._speculation.ended(request.request_id)
+        for speculation in self._speculations:
+            speculation.ended(request.request_id)
         if _has_deadline(request):
             self._deadlines.ended(request)
 

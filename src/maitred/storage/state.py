@@ -121,16 +121,12 @@ class StateStore:
                 self._settle()
 
     def get(self, kind: str, id: str, tenant: str, now: float) -> StoredEntry | None:
-        rows = self._read(
-            "SELECT id, tenant, created_at, about FROM entry WHERE kind = ? AND id = ? AND tenant = ? "
-            "AND (expires_at IS NULL OR expires_at > ?)",
-            (kind, id, tenant, now),
-        )
-        return StoredEntry(*rows[0]) if rows else None
+        where = f"number = {_NUMBER} AND (expires_at IS NULL OR expires_at > ?)"
+        return next(iter(self._found(where, kind, id, tenant, now)), None)
 
     def content(self, kind: str, id: str, tenant: str) -> bytes:
         """Content of an entry; empty where there is none."""
-        rows = self._read("SELECT content FROM entry WHERE kind = ? AND id = ? AND tenant = ?", (kind, id, tenant))
+        rows = self._read(f"SELECT content FROM entry WHERE number = {_NUMBER}", kind, id, tenant)
         return rows[0][0] if rows else b""
 
     def add(self, key: EntryKey, pieces: Iterable[ContentPiece], part: int = 0) -> None:
@@ -181,25 +177,21 @@ class StateStore:
     def size(self, key: EntryKey, part: int = 0) -> int:
         """Bytes of a part."""
         wanted = f"SELECT SUM(length(content)) FROM piece WHERE entry = {_NUMBER} AND part = ?"
-        return self._read(wanted, (*key, part))[0][0] or 0
+        return self._read(wanted, *key, part)[0][0] or 0
 
     def busy(self, kind: str) -> list[StoredEntry]:
         """Busy entries of all tenants, oldest first."""
-        rows = self._read(
-            "SELECT id, tenant, created_at, about FROM entry WHERE kind = ? AND busy ORDER BY number", (kind,)
-        )
-        return [StoredEntry(*row) for row in rows]
+        return self._found("kind = ? AND busy ORDER BY number", kind)
 
     def drop(self, kind: str, id: str, tenant: str) -> bool:
         """Remove an entry; whether there was one."""
         with self.together() as db:
-            found = db.execute("DELETE FROM entry WHERE kind = ? AND id = ? AND tenant = ?", (kind, id, tenant))
-            return found.rowcount > 0
+            return db.execute(f"DELETE FROM entry WHERE number = {_NUMBER}", (kind, id, tenant)).rowcount > 0
 
     def entries(
         self,
         kind: str,
-        tenant: str | None,
+        tenant: str,
         now: float,
         *,
         after: str = "",
@@ -207,23 +199,24 @@ class StateStore:
         newest: bool = True,
         purpose: str | None = None,
     ) -> list[StoredEntry]:
-        """Entries of a tenant, of all tenants with None, from the one that follows `after` on; with `purpose`, those
-        that are about it."""
+        """Entries of a tenant from the one that follows `after` on; with `purpose`, those that are about it."""
         order, sign = ("DESC", "<") if newest else ("ASC", ">")
-        rows = self._read(
-            f"SELECT id, tenant, created_at, about FROM entry WHERE kind = ?1 AND (?2 IS NULL OR tenant = ?2) "
-            f"AND (expires_at IS NULL OR expires_at > ?3) AND (?4 = '' OR number {sign} "
-            f"(SELECT number FROM entry WHERE kind = ?1 AND id = ?4 AND (?2 IS NULL OR tenant = ?2))) "
-            f"AND (?6 IS NULL OR json_extract(CAST(about AS TEXT), '$.purpose') = ?6) ORDER BY number {order} LIMIT ?5",
-            (kind, tenant, now, after, limit, purpose),
+        where = (
+            f"kind = ?1 AND tenant = ?2 AND (expires_at IS NULL OR expires_at > ?3) AND (?4 = '' OR number {sign} "
+            "(SELECT number FROM entry WHERE kind = ?1 AND id = ?4 AND tenant = ?2)) AND (?6 IS NULL OR "
+            f"json_extract(CAST(about AS TEXT), '$.purpose') = ?6) ORDER BY number {order} LIMIT ?5"
         )
-        return [StoredEntry(*row) for row in rows]
+        return self._found(where, kind, tenant, now, after, limit, purpose)
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
 
-    def _read(self, query: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
+    def _found(self, where: str, *values: object) -> list[StoredEntry]:
+        rows = self._read(f"SELECT id, tenant, created_at, about FROM entry WHERE {where}", *values)
+        return [StoredEntry(*row) for row in rows]
+
+    def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock, _naming_faults("read"):
             self._settle()
             return self._db.execute(query, values).fetchall()

@@ -13,25 +13,14 @@ from maitred.api.batches import ANSWERED, FAILED, MAX_LINES, BatchRecord, batche
 from maitred.api.dialects.anthropic.schemas import BatchParams
 from maitred.api.dialects.openai.batches import found, listed
 from maitred.api.http.bodies import decode_json
-from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.service import Service
-from maitred.core.errors import InvalidRequest, RouteNotFound
+from maitred.core.errors import InvalidRequest
 from maitred.storage.state import ContentPiece
 
 ENDPOINT, KIND = "/v1/messages", "message_batch"
 LIFE_S = 29 * 24 * 3600  # of results
 _PARAMS, _RAW = msgspec.json.Decoder(BatchParams), msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-async def answer(app: Service, exchange: Exchange) -> None:
-    """Answer a request to /v1/messages/batches."""
-    assert exchange.route is not None
-    id, _, more = exchange.parameter.partition("/")
-    handler = _HANDLERS.get((exchange.route.method, bool(id), more))
-    if handler is None:
-        raise RouteNotFound(f"there is nothing at {shortened(exchange.scope['path'])}")
-    await handler(app, exchange, id)
 
 
 async def _create(app: Service, exchange: Exchange, _: str) -> None:
@@ -150,11 +139,11 @@ def _result(line: bytes) -> bytes:
     return msgspec.json.encode({"custom_id": told["custom_id"], "result": result}) + b"\n"
 
 
-_HANDLERS = {
-    ("POST", False, ""): _create,
-    ("GET", False, ""): _list,
-    ("GET", True, ""): _show,
-    ("GET", True, "results"): _results,
-    ("POST", True, "cancel"): _cancel,
-    ("DELETE", True, ""): _delete,
+HANDLERS = {
+    ("POST", "/v1/messages/batches", ""): _create,
+    ("GET", "/v1/messages/batches", ""): _list,
+    ("GET", "/v1/messages/batches/{id:path}", ""): _show,
+    ("GET", "/v1/messages/batches/{id:path}", "results"): _results,
+    ("POST", "/v1/messages/batches/{id:path}", "cancel"): _cancel,
+    ("DELETE", "/v1/messages/batches/{id:path}", ""): _delete,
 }

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from maitred.api.batches import LIFE_S, batches_of, new_id
+from maitred.api.batches import LIFE_S, batches_of, new_file, new_id
 from maitred.api.dialects.openai import batch_schemas as s
 from maitred.api.http.bodies import BodyDecoder, decode_json
 from maitred.api.http.errors import ClientGone, RequestTooSlow, UnsupportedMediaType, shortened
@@ -26,16 +26,6 @@ MAX_FIELD_BYTES, MAX_FIELDS, MAX_HEAD_BYTES = 1024, 16, 8192  # of a form
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^";,\s]{1,70}))', re.IGNORECASE)
 _CREATE, _FORM = BodyDecoder(s.BatchCreate), msgspec.json.Decoder(s.FileForm, strict=False)
 _FORM_FIELDS = s.FileForm.__struct_encode_fields__
-
-
-async def answer(app: Service, exchange: Exchange) -> None:
-    """Answer a request to /v1/files or /v1/batches."""
-    route, (id, _, more) = exchange.route, exchange.parameter.partition("/")
-    assert route is not None
-    handler = _HANDLERS.get((route.method, route.path, more))
-    if handler is None:
-        raise RouteNotFound(f"there is nothing at {shortened(exchange.scope['path'])}")
-    await handler(app, exchange, id)
 
 
 def _ignored(app: Service) -> IgnoredFields:
@@ -76,14 +66,7 @@ async def _create_file(app: Service, exchange: Exchange, _: str) -> None:
         _ignored(app).heed(exchange, [name for name in fields if name not in _FORM_FIELDS], _FORM_FIELDS)
         asked = decode_json(msgspec.json.encode({**fields, "file": filename}), _FORM)
         life_s = asked.seconds or (LIFE_S if asked.purpose == "batch" else None)
-        file = s.FileObject(
-            id=new_id("file-"),
-            bytes=num_bytes,
-            created_at=int(now),
-            expires_at=None if life_s is None else int(now) + life_s,
-            filename=filename,
-            purpose=asked.purpose,
-        )
+        file = new_file(num_bytes, filename, asked.purpose, life_s)
         key, about = upload._replace(kind="file", id=file.id), msgspec.json.encode(file)
         await asyncio.to_thread(store.rename, upload, key, about, expires_at=file.expires_at)
     except BaseException:
@@ -281,7 +264,7 @@ async def _cancel_batch(app: Service, exchange: Exchange, id: str) -> None:
     await exchange.answer_json(run.record.batch)
 
 
-_HANDLERS = {
+HANDLERS = {
     ("POST", "/v1/files", ""): _create_file,
     ("GET", "/v1/files", ""): _list,
     ("GET", "/v1/files/{id:path}", ""): _show_file,
