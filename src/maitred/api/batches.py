@@ -447,9 +447,10 @@ def _read_usage(body: bytes) -> list[int] | None:
 
 def new_file(num_bytes: int, filename: str, purpose: str, life_s: int | None) -> s.FileObject:
     """A file that begins now."""
-    now = _now()
-    at = {"created_at": now, "expires_at": None if life_s is None else now + life_s}
-    return s.FileObject(id=new_id("file-"), bytes=num_bytes, filename=filename, purpose=purpose, **at)
+    id, now = new_id("file-"), _now()
+    file = s.FileObject(id=id, bytes=num_bytes, created_at=now, filename=filename, purpose=purpose)
+    file.expires_at = None if life_s is None else now + life_s
+    return file
 
 
 def new_id(prefix: str) -> str:

@@ -41,13 +41,14 @@ ONE_TOKEN = StepShape(rows=1, decode_tokens=1, context_tokens=1, samples=1, grou
 
 
 class Allowance(NamedTuple):
-    """The longest that a step may get (s), by this model; none is needed where there is no limit."""
+    """The longest that a step may get (s), by each of these models; by none, any step may be taken."""
 
     limit_s: float
-    costs: CostModel | None
+    costs: tuple[CostModel, ...]
 
     def fits(self, rows: Iterable[ScheduledRow]) -> bool:
-        return self.limit_s == inf or (self.costs is not None and self.costs.step_s(shape_of(rows)) <= self.limit_s)
+        shape = shape_of(rows)
+        return all(costs.step_s(shape) <= self.limit_s for costs in self.costs)
 
     def most(self, wanted: int, rows_of: Callable[[int], Iterable[ScheduledRow]]) -> int:
         """Return the largest count up to `wanted` whose rows fit; of one that does, all smaller ones do."""
@@ -62,18 +63,18 @@ def allowance(costs: CostModel | None, slack: float, others: Sequence[ScheduledR
     """
     if not others:
         if costs is None:
-            return Allowance(inf, None)
+            return Allowance(inf, ())
         knows = not costs.steps or costs.steps[0].size <= FEW_TOKENS
-        return Allowance(max(ALONE_S, SHORTEST * costs.step_s(ONE_TOKEN) if knows else 0.0), costs)
+        return Allowance(max(ALONE_S, SHORTEST * costs.step_s(ONE_TOKEN) if knows else 0.0), (costs,))
     shape = shape_of(others)
     if costs is None or (costs.steps and (len(costs.steps) < 2 or costs.steps[0].size > shape.tokens)):
-        return Allowance(0.0, None)
-    return Allowance((1.0 + slack) * costs.step_s(shape), _even(costs, shape.tokens))
+        return Allowance(0.0, ())
+    return Allowance((1.0 + slack) * costs.step_s(shape), (costs, _even(costs, shape.tokens)))
 
 
 def _even(costs: CostModel, size: int) -> CostModel:
     """Return costs by which steps of `size` tokens grow evenly up to twice as many: neighbouring measurements differ by
-    less than their noise, and rows would join for nothing behind one that is too long.
+    less than their noise, and behind one that is too long rows would join for nothing.
     """
     end, knots = max(2 * size, size + LEAST_SPAN), costs.steps
     if not knots:
