@@ -70,7 +70,7 @@ class Machine(Driver):
         super().wait(until - self.now)
 
     def state(self, name: str) -> str:
-        return next(view.state for view in self.core.models_view(self.now) if view.name == name)
+        return next(view.state for view in self.core.view(self.now).models if view.name == name)
 
 
 def loaded(*names: str, **fields) -> Machine:
@@ -225,7 +225,7 @@ def test_an_idle_model_is_put_out_after_its_keep_alive():
     machine.ask("A1")
     machine.wait(LOAD_S + 20.0)
     machine.finish("A1")
-    (view, *_) = machine.core.models_view(machine.now)
+    (view, *_) = machine.core.view(machine.now).models
     assert (view.state, view.expires_in_s) == ("ready", 5.0)
     machine.wait(4.9)
     assert machine.state("A") == "ready"

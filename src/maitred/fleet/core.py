@@ -274,10 +274,6 @@ class ClusterCore:
             actions += self._requests.refuse(request, error)
         return actions + self.left(name, now)
 
-    def models_view(self, now: float) -> tuple[ModelView, ...]:
-        """Several models, whether each is in memory and until when; none where replicas are alike."""
-        return () if self.swapping is None else self.swapping.views(now)
-
     def drained(self, name: str, now: float) -> list[Action]:
         """Send the replica no new requests. Requests without a first token move at once when another replica is
         eligible; the others may finish, and after `replica_drain_s` those that can go on elsewhere do.

@@ -8,7 +8,7 @@ serves as many as wait for it; then the order is kept strictly until its model i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, KeysView, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -145,15 +145,11 @@ class Swapping:
         self._several, self._swap_wait_s, self._fleet, self._waiting = several, swap_wait_s, fleet, waiting
         self._books = {m.name: _Book(m, m.memory_bytes, m.keep_alive_s, is_asked=m.pinned) for m in several.models}
         self._owner = {name: m.name for m in several.models for name in m.all_names}
+        self.names = self._owner.keys()  # that requests may ask for
         self._closing: Mapping[str, Place | None] = {}
         self.closed: dict[str | None, Place | None] = {}
         """By what requests call a model: only requests before this place are bound there; None is none."""
         self.next_at: float | None = None
-
-    @property
-    def names(self) -> KeysView[str]:
-        """Names that requests may ask for."""
-        return self._owner.keys()
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Names that a model's replica answers to; none of a replica that is no model's."""

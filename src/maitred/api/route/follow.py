@@ -304,7 +304,7 @@ class ModelNames:
         """Cards of all models and their aliases, loaded or not, with their states; then those of adapters."""
         known, now = {card["id"]: card for card in cards}, self._fleet.clock.now()
         found = []
-        for view in self._fleet.core.models_view(now):
+        for view in self._fleet.core.view(now).models:
             expires_at = None if view.expires_in_s is None else round(time.time() + view.expires_in_s, 1)
             told = {"state": view.state, "memory_bytes": view.memory_bytes, "expires_at": expires_at}
             for name in (view.name, *view.aliases):

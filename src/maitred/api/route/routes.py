@@ -150,7 +150,7 @@ async def show_models(router: Router, exchange: Exchange) -> None:
     """Several models: which are in memory, how much they take, and which requests wait."""
     several = _several(router)
     cards = {card["id"]: card for card in router.models.cards(exchange.caller)}
-    found = [_loaded(view, cards[view.name]) for view in router.fleet.core.models_view(router.clock.now())]
+    found = [_loaded(view, cards[view.name]) for view in router.fleet.core.view(router.clock.now()).models]
     await exchange.answer_json(LoadedModels(tuple(found), memory_bytes=several.memory_bytes))
 
 
