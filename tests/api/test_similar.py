@@ -142,11 +142,11 @@ def test_the_nearest_within_the_bound_is_found_if_its_answer_is_kept():
         answers.keep(b"rest", at(degrees), key)
     found = answers.find(b"rest", at(23), lambda key: True)
     assert found is not None
-    assert found.key == b"nearest"
-    assert abs(found.similarity - np.cos(np.radians(1))) < 1e-6
+    assert found[0] == b"nearest"
+    assert abs(found[1] - np.cos(np.radians(1))) < 1e-6
     gone = answers.find(b"rest", at(23), lambda key: key != b"nearest")
     assert gone is not None
-    assert gone.key == b"near"
+    assert gone[0] == b"near"
     assert answers.find(b"rest", at(23), lambda key: key == b"far") is None
     assert answers.find(b"other", at(23), lambda key: True) is None
 

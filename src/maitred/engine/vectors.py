@@ -21,8 +21,8 @@ from maitred.text.marks import MarkedText, Marks
 
 T = TypeVar("T")
 Text = str | Sequence[int]
-Pairs = Sequence[tuple[str, str]]
-"""(query, document) each."""
+Asked = Sequence[tuple[str, tuple[str, str]]]
+"""The field of a document, and (query, document)."""
 Vector = NDArray[np.float32]
 MakeRequest = Callable[..., RequestSpec]
 """`make_pooled` of one model, with what is the same for all requests of a caller."""
@@ -91,23 +91,29 @@ def vector_of(facts: PoolingFacts, numbers: bytes, dimensions: int | None = None
 
 
 def scoring(
-    model: ServedModel, pairs: Pairs, make: MakeRequest, *, instruction: str | None = None, cut_to: int | None = None
+    model: ServedModel,
+    pairs: Sequence[tuple[str, str]],
+    make: MakeRequest,
+    *,
+    instruction: str | None = None,
+    cut_to: int | None = None,
+    at: str = "documents",
 ) -> PooledRequests[list[float]]:
-    """Scores of (query, document) pairs. `instruction` is a causal reranker's; `cut_to` is `make_pooled`'s.
+    """Scores of (query, document) pairs. `instruction` is a causal reranker's; `cut_to` is `make_pooled`'s, and `at`
+    the field of the documents.
 
     Raises RequestError for what the model cannot score.
     """
-    facts = model.pools
+    facts, asked = model.pools, list(zip(places(at, len(pairs)), pairs, strict=True))
     if not facts.is_encoder and not (facts.is_declared and facts.has_vectors):
-        return _answers(model, facts, pairs, make, instruction=instruction or TASK, cut_to=cut_to)
+        return _answers(model, facts, asked, make, instruction=instruction or TASK, cut_to=cut_to)
     if instruction is not None:
         raise InvalidRequest("this model takes no instruction; leave it out", param="instruction")
     if facts.has_vectors:
-        return _cosines(facts, pairs, make, cut_to=cut_to)
+        return _cosines(facts, asked, make, cut_to=cut_to)
     if facts.width != 1:
         told = f"{model.name} has {facts.width} labels; a score needs a model with one"
         raise InvalidRequest(told, param="model")
-    asked = zip(places("documents", len(pairs)), pairs, strict=True)
     requests = [make(query, "classify", second=document, cut_to=cut_to, at=at) for at, (query, document) in asked]
     return PooledRequests(requests, lambda answers: [_label_score(facts, each) for each in answers])
 
@@ -123,11 +129,11 @@ def _label_score(facts: PoolingFacts, numbers: bytes) -> float:
 
 
 def _cosines(
-    facts: PoolingFacts, pairs: Pairs, make: MakeRequest, *, cut_to: int | None
+    facts: PoolingFacts, asked: Asked, make: MakeRequest, *, cut_to: int | None
 ) -> PooledRequests[list[float]]:
     """Each text once, however many pairs it is in."""
     requests, ends, known = list[RequestSpec](), list[int](), dict[tuple[str, str], int]()
-    for at, pair in zip(places("documents", len(pairs)), pairs, strict=True):
+    for at, pair in asked:
         for names, text, field in zip((_QUERY_PROMPTS, _DOCUMENT_PROMPTS), pair, ("query", at), strict=True):
             name = next((each for each in names if each in facts.prompts), facts.default_prompt)
             if (name, text) not in known:
@@ -145,7 +151,7 @@ def _cosines(
 def _answers(
     model: ServedModel,
     facts: PoolingFacts,
-    pairs: Pairs,
+    asked: Asked,
     make: MakeRequest,
     *,
     instruction: str,
@@ -165,7 +171,7 @@ def _answers(
     most = min(model.max_model_len, cut_to) if cut_to is not None and cut_to > 0 else model.max_model_len
     marks = Marks(tokenizer.added_tokens)  # which a client may not write into the form
     room, requests = max(most - len(before) - len(after), 0), list[RequestSpec]()
-    for at, (query, document) in zip(places("documents", len(pairs)), pairs, strict=True):
+    for at, (query, document) in asked:
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         plain = MarkedText(text, [found.span() for found in marks.pattern.finditer(text)], marks)
         body = tokenizer.encode(plain, add_special_tokens=False)

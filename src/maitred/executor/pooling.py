@@ -46,12 +46,6 @@ def divided(kind: str, total_D: Floats, num_tokens: int) -> Floats:
     return total_D / np.float32(_DIVISORS[kind](num_tokens))
 
 
-def apply(layer: PooledLayer, x: Floats) -> Floats:
-    """The layer's values for a vector."""
-    y = layer.weight @ x
-    return ACTIVATIONS[layer.activation](y if layer.bias is None else y + layer.bias)
-
-
 class PoolingRow(NamedTuple):
     """Part of a prompt in a step: tokens [start, start + num_tokens), `first` in the step; `samples` if it is the last
     one."""
@@ -140,7 +134,8 @@ class Pooler:
 
     def _finished(self, vector_D: Floats) -> SampledToken:
         for layer in self._layers:
-            vector_D = apply(layer, vector_D)
+            made = layer.weight @ vector_D
+            vector_D = ACTIVATIONS[layer.activation](made if layer.bias is None else made + layer.bias)
         return _token(vector_D)
 
 

@@ -113,13 +113,6 @@ def _collect(value: Any, index: int, found: dict[int, list[str]]) -> None:
                 found.setdefault(index, []).append(part)
 
 
-class Found(NamedTuple):
-    """The nearest request with an answer."""
-
-    key: bytes  # of the result cache
-    similarity: float  # cosine
-
-
 @dataclass(slots=True)
 class _Texts:
     """What was asked under one rest, the oldest first."""
@@ -146,8 +139,8 @@ class SimilarAnswers:
         """False once more than 1% of the checks have shown another answer."""
         return self.num_wrong <= MAX_WRONG * max(self.num_checked, LEAST_CHECKED)
 
-    def find(self, rest: bytes, vector: np.ndarray, is_kept: Callable[[bytes], bool]) -> Found | None:
-        """The nearest request within the bound whose answer is kept; `vector` has length 1."""
+    def find(self, rest: bytes, vector: np.ndarray, is_kept: Callable[[bytes], bool]) -> tuple[bytes, float] | None:
+        """Key and cosine of the nearest request within the bound whose answer is kept; `vector` has length 1."""
         texts = self._rests.get(rest)
         if texts is None or not self.is_on:
             return None
@@ -157,7 +150,7 @@ class SimilarAnswers:
             if not cosines[index] >= self.bound:
                 return None
             if is_kept(texts.keys[index]):
-                return Found(texts.keys[index], float(cosines[index]))
+                return texts.keys[index], float(cosines[index])
         return None
 
     def is_checked(self) -> bool:
@@ -260,13 +253,13 @@ class Similar:
         (self._vector,) = vectors
         self._rest += b"%d" % len(self._vector)  # another model may come under the name
         found = answers.find(self._rest, self._vector, lambda key: cache.find(key, now) is not None)
-        answer = None if found is None else cache.find(found.key, now)
+        answer = None if found is None else cache.find(found[0], now)
         if found is None or answer is None:
             return None
         if answers.is_checked():
             self._checked = answer
             return None
-        return answer, f"{found.similarity:.4f}"
+        return answer, f"{found[1]:.4f}"
 
     def kept(self, answer: CachedAnswer) -> None:
         """Note what was computed, and the cache has now."""

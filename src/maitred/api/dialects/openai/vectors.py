@@ -8,7 +8,7 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -28,7 +28,7 @@ from maitred.api.generate.generation import failure_of
 from maitred.api.generate.lease import admitted, cache_salt, enter
 from maitred.api.http.app import App
 from maitred.api.http.bodies import BodyDecoder, Sent, decode_json
-from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
+from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.routes import GENERATION_ERRORS, Route
 from maitred.core.errors import InvalidRequest, ModelNotFound
 from maitred.core.request import Charges, FinishReason, RequestSpec
@@ -157,19 +157,17 @@ _Item = str | RankedText
 _ITEMS = msgspec.json.Decoder(_Item | list[_Item])
 
 
-class Pooled(NamedTuple, Generic[T]):
-    """Answers of requests that pool."""
-
-    made: Callable[[], T]  # of their answers
-    num_bytes: int  # of these
-    num_tokens: int
-    headers: tuple[Header, ...]  # what a router wants to hear
-
-
-async def pooled(
-    app: App, exchange: Exchange, body: PoolingBody, ask: Callable[[MakeRequest], PooledRequests[T]], *, num_texts: int
-) -> Pooled[T]:
-    """Have `ask` make requests, in a thread, and answer them: those of one call share steps with all others.
+async def answer_pooled(
+    app: App,
+    exchange: Exchange,
+    body: PoolingBody,
+    ask: Callable[[MakeRequest], PooledRequests[T]],
+    write: Callable[[T, int], bytes],
+    *,
+    num_texts: int,
+) -> None:
+    """Have `ask` make requests, in a thread, and answer with what `write` makes of their numbers and their tokens:
+    those of one call share steps with all others.
 
     Raises RequestError, as `Gate.enter` and `Gate.admit`, and as a generation that fails.
     """
@@ -202,8 +200,8 @@ async def pooled(
     exchange.log |= {"model": app.model.name, "prompts": len(answers), "prompt_tokens": num_tokens}
     compute_us, num_cached = (sum(each.compute_us for each in charges), sum(each.num_cached_tokens for each in charges))
     told = usage_header(ToldUsage(num_tokens, num_cached, 0, compute_us))
-    headers = (told,) if exchange.from_router else ()
-    return Pooled(lambda: wanted.finished(answers), sum(map(len, answers)), num_tokens, headers)
+    whole = await app.text.run(sum(map(len, answers)), lambda: write(wanted.finished(answers), num_tokens))
+    await exchange.answer(whole, 200, (*JSON_HEADERS, told) if exchange.from_router else JSON_HEADERS)
 
 
 async def _answered(app: App, lease: Lease, requests: Sequence[RequestSpec], charges: list[Charges]) -> list[bytes]:
@@ -245,13 +243,8 @@ async def embed_texts(app: App, exchange: Exchange, sent: Sent[EmbeddingRequest]
         how = {"add_special_tokens": special, "cut_to": cut_to}
         return embedding(app.model, texts, make, prompt_name=body.prompt_name, dimensions=size, **how)
 
-    found = await pooled(app, exchange, body, ask, num_texts=len(texts))
-
-    def write() -> bytes:
-        return written(name, found.made(), found.num_tokens, as_base64=body.encoding_format == "base64")
-
-    whole = await app.text.run(found.num_bytes, write)
-    await exchange.answer(whole, 200, (*JSON_HEADERS, *found.headers))
+    write = partial(written, name, as_base64=body.encoding_format == "base64")
+    await answer_pooled(app, exchange, body, ask, write, num_texts=len(texts))
 
 
 def written(model: str, vectors: Sequence[np.ndarray], num_tokens: int, *, as_base64: bool) -> bytes:
@@ -272,15 +265,15 @@ async def rerank(app: App, exchange: Exchange) -> None:
     most = len(documents) if body.top_n is None or body.top_n == 0 else body.top_n
     if most < 1:
         raise InvalidRequest(f"top_n is {body.top_n}; it must be at least 1, or left out for all", param="top_n")
-    scores, num_tokens, headers = await _scores(app, exchange, body, [(body.query, each) for each in documents])
-    shows = body.return_documents is not False
-    best = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[:most]
-    results = [
-        Ranked(index=at, relevance_score=scores[at], document=RankedText(documents[at]) if shows else None)
-        for at in best
-    ]
-    answer = RerankAnswer(id=_new_id("rerank"), model=name, results=results, usage=_usage(num_tokens))
-    await exchange.answer(encode(answer), 200, (*JSON_HEADERS, *headers))
+    shown = [None if body.return_documents is False else RankedText(each) for each in documents]
+
+    def write(scores: list[float], num_tokens: int) -> bytes:
+        best = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[:most]
+        results = [Ranked(index=at, relevance_score=scores[at], document=shown[at]) for at in best]
+        return encode(RerankAnswer(id=_new_id("rerank"), model=name, results=results, usage=_usage(num_tokens)))
+
+    pairs = [(body.query, each) for each in documents]
+    await answer_pooled(app, exchange, body, _scoring(app, body, pairs, "documents"), write, num_texts=len(pairs))
 
 
 async def score(app: App, exchange: Exchange) -> None:
@@ -297,23 +290,24 @@ async def score(app: App, exchange: Exchange) -> None:
     if len(firsts) != len(seconds):
         told = f"{one} has {len(firsts)} texts and {other} {len(seconds)}; the first must have one, or as many"
         raise InvalidRequest(told, param=one)
-    scores, num_tokens, headers = await _scores(app, exchange, body, list(zip(firsts, seconds, strict=True)))
-    data = [Score(index=index, score=each) for index, each in enumerate(scores)]
-    usage, created = _usage(num_tokens), int(time.time())
-    answer = ScoreList(id=_new_id("score"), created=created, model=name, data=data, usage=usage)
-    await exchange.answer(encode(answer), 200, (*JSON_HEADERS, *headers))
+    pairs = list(zip(firsts, seconds, strict=True))
+
+    def write(scores: list[float], num_tokens: int) -> bytes:
+        data = [Score(index=index, score=each) for index, each in enumerate(scores)]
+        usage, created = _usage(num_tokens), int(time.time())
+        return encode(ScoreList(id=_new_id("score"), created=created, model=name, data=data, usage=usage))
+
+    await answer_pooled(app, exchange, body, _scoring(app, body, pairs, other), write, num_texts=len(pairs))
 
 
-async def _scores(
-    app: App, exchange: Exchange, body: RerankRequest | ScoreRequest, pairs: list[tuple[str, str]]
-) -> tuple[list[float], int, tuple[Any, ...]]:
+def _scoring(app: App, body: RerankRequest | ScoreRequest, pairs: list[tuple[str, str]], at: str) -> Any:
     def ask(make: MakeRequest) -> PooledRequests[list[float]]:
         from maitred.engine.vectors import scoring  # noqa: PLC0415  numpy
 
-        return scoring(app.model, pairs, make, instruction=body.instruction, cut_to=body.truncate_prompt_tokens)
+        cut_to = body.truncate_prompt_tokens
+        return scoring(app.model, pairs, make, instruction=body.instruction, cut_to=cut_to, at=at)
 
-    found = await pooled(app, exchange, body, ask, num_texts=len(pairs))
-    return found.made(), found.num_tokens, found.headers
+    return ask
 
 
 def _checked(app: App, exchange: Exchange, sent: Sent[Any], decoder: BodyDecoder[Any], refused: Any) -> str:
