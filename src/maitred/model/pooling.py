@@ -108,7 +108,9 @@ def _of_modules(folder: Path, modules: Sequence[Module], plain: PoolingFacts) ->
     for module in modules:
         match module.kind:
             case "Transformer":
-                told["max_tokens"] = _max_tokens(folder / module.path)
+                settings = folder / module.path / "sentence_bert_config.json"
+                refuse_setting(settings, "do_lower_case")
+                told["max_tokens"] = length_in(read_json_if_there(settings), "max_seq_length")
             case "Pooling":
                 told["kind"] = pooling_kind(folder / module.path / "config.json")
             case "Dense":
@@ -128,11 +130,6 @@ def _of_modules(folder: Path, modules: Sequence[Module], plain: PoolingFacts) ->
     if told["default_prompt"] and told["default_prompt"] not in prompts:
         told["default_prompt"] = ""
     return msgspec.structs.replace(plain, **told)
-
-
-def _max_tokens(place: Path) -> int:
-    refuse_setting(place / "sentence_bert_config.json", "do_lower_case")
-    return length_in(read_json_if_there(place / "sentence_bert_config.json"), "max_seq_length")
 
 
 def length_in(config: Mapping[str, Any], key: str) -> int:

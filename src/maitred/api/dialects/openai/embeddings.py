@@ -17,14 +17,7 @@ from maitred.api.dialects.openai.models import model_cards
 from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, MAX_LISTED, heed_others, prompts_of, unsupported
 from maitred.api.dialects.openai.sampling import check_priority
 from maitred.api.dialects.openai.schemas import ModelCard, ModelList
-from maitred.api.dialects.openai.vectors import (
-    EMBEDDINGS,
-    EMBEDDINGS_ROUTE,
-    MAX_TEXTS,
-    checked_cut,
-    embed_texts,
-    written,
-)
+from maitred.api.dialects.openai.vectors import EMBEDDINGS, EMBEDDINGS_ROUTE, MAX_TEXTS, checked_cut, embed, written
 from maitred.api.generate.dialect import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
@@ -55,7 +48,7 @@ class Embeddings:
         is_served = body.model is not None and bool(app.model.names) and app.is_model(body.model)
         model = None if is_served else encoder_named(tensors, body.model)
         if model is None:
-            await embed_texts(app, exchange, sent)
+            await embed(app, exchange, sent)
             return
         heed_others(app, exchange, sent, EMBEDDINGS, EMBEDDING_REFUSED)
         if body.prompt_name is not None:
@@ -76,7 +69,7 @@ class Embeddings:
             named = zip(asked, places("input", len(asked)), strict=True)
             return [tokens_to_pool(tokenizer, text, at=at, add_special_tokens=special, **how)[0] for text, at in named]
 
-        limits, first = time_limits(body, exchange.headers), not self._has(model, config)
+        limits, first = time_limits(body, exchange.headers), self._read.get(model, (None,))[0] is not config
         with leased(app, exchange.caller, num_requests=len(asked), priority=body.priority, limits=limits) as lease:
             async with app.in_flight.watch(exchange):
                 tokens = await app.text.run(exchange.num_body_bytes, read, may_take_long=first)
@@ -89,12 +82,9 @@ class Embeddings:
         usage = (usage_header(told),) if exchange.from_router else ()
         await exchange.answer(whole, 200, (*JSON_HEADERS, *usage))
 
-    def _has(self, name: str, config: ANY_MESSAGE) -> bool:
-        return name in self._read and self._read[name][0] is config
-
     def _tokenizer(self, name: str, config: ANY_MESSAGE, encoder: Encoder) -> Tokenizer:
         """An encoder's tokenizer. From any thread. Raises CheckpointError for a file gone or broken since the load."""
-        if not self._has(name, config):
+        if self._read.get(name, (None,))[0] is not config:
             tokenizer = Tokenizer.from_folder(encoder.tokenizer)
             if encoder.vocab_size is not None:
                 tokenizer.limit_to(encoder.vocab_size)

@@ -14,13 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from maitred.api.dialects.openai.answers import encode
-from maitred.api.dialects.openai.refusals import (
-    EMBEDDING_REFUSED,
-    MAX_LISTED,
-    SCORE_REFUSED,
-    heed_others,
-    prompts_of,
-)
+from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, MAX_LISTED, SCORE_REFUSED, heed_others, prompts_of
 from maitred.api.dialects.openai.sampling import check_priority
 from maitred.api.dialects.openai.schemas import PROMPT_SCHEMA, Milliseconds, Positive
 from maitred.api.generate.dialect import time_limits
@@ -222,13 +216,9 @@ async def _answered(app: App, lease: Lease, requests: Sequence[RequestSpec], cha
     return answers
 
 
-async def embed(app: App, exchange: Exchange) -> None:
-    """Vectors of texts."""
-    await embed_texts(app, exchange, await exchange.sent(EMBEDDINGS))
-
-
-async def embed_texts(app: App, exchange: Exchange, sent: Sent[EmbeddingRequest]) -> None:
-    """Answer a body that was read with vectors of its texts."""
+async def embed(app: App, exchange: Exchange, sent: Sent[EmbeddingRequest] | None = None) -> None:
+    """Vectors of texts; `sent` is the body where it was read."""
+    sent = sent or await exchange.sent(EMBEDDINGS)
     body = sent.body
     if not app.model.names or app.model.pooling is None:
         raise ModelNotFound(NO_ENCODER, param="model")
@@ -270,7 +260,9 @@ async def rerank(app: App, exchange: Exchange) -> None:
     def write(scores: list[float], num_tokens: int) -> bytes:
         best = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[:most]
         results = [Ranked(index=at, relevance_score=scores[at], document=shown[at]) for at in best]
-        return encode(RerankAnswer(id=_new_id("rerank"), model=name, results=results, usage=_usage(num_tokens)))
+        return encode(
+            RerankAnswer(id=f"rerank-{secrets.token_hex(12)}", model=name, results=results, usage=_usage(num_tokens))
+        )
 
     pairs = [(body.query, each) for each in documents]
     await answer_pooled(app, exchange, body, _scoring(app, body, pairs, "documents"), write, num_texts=len(pairs))
@@ -295,7 +287,9 @@ async def score(app: App, exchange: Exchange) -> None:
     def write(scores: list[float], num_tokens: int) -> bytes:
         data = [Score(index=index, score=each) for index, each in enumerate(scores)]
         usage, created = _usage(num_tokens), int(time.time())
-        return encode(ScoreList(id=_new_id("score"), created=created, model=name, data=data, usage=usage))
+        return encode(
+            ScoreList(id=f"score-{secrets.token_hex(12)}", created=created, model=name, data=data, usage=usage)
+        )
 
     await answer_pooled(app, exchange, body, _scoring(app, body, pairs, other), write, num_texts=len(pairs))
 
@@ -343,17 +337,9 @@ def _usage(num_tokens: int) -> EmbeddingUsage:
     return EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
-def _new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
-
-
 _route = partial(Route, method="POST", tells_ignored=True, errors=GENERATION_ERRORS)
 EMBEDDINGS_ROUTE = _route(
-    path="/v1/embeddings",
-    handler=embed,
-    summary="Vectors of texts.",
-    body=EmbeddingRequest,
-    answer=EmbeddingList,
+    path="/v1/embeddings", handler=embed, summary="Vectors of texts.", body=EmbeddingRequest, answer=EmbeddingList
 )
 VECTOR_ROUTES = (
     EMBEDDINGS_ROUTE,
