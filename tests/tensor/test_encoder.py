@@ -176,7 +176,7 @@ def test_fewer_dimensions_have_length_one_again(tmp_path):
     output = tensor_of("last_hidden_state", np.float16([[[3, 4, 12]]]), "TYPE_FP16")
     np.testing.assert_allclose(vector_of(encoder, output, 1, 2), [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(vector_of(encoder, output, 1), np.float32([3, 4, 12]) / 13, rtol=1e-6)
-    with pytest.raises(InvalidRequest, match="dimensions is 4; it must be at most 3"):
+    with pytest.raises(InvalidRequest, match="dimensions is 4; it must be at least 1, and at most 3"):
         vector_of(encoder, output, 1, 4)
     nothing = tensor_of("last_hidden_state", np.zeros((1, 1, 3), np.float32), "TYPE_FP32")
     assert vector_of(encoder, nothing, 1).tolist() == [0, 0, 0]
