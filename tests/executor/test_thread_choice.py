@@ -111,6 +111,17 @@ def test_steps_that_have_no_like_decide_nothing():
     assert set(machine.used) == {2}
 
 
+def test_a_trial_among_steps_that_are_all_unlike_ends_after_a_few():
+    machine = Machine(2, quiet)
+    machine.run(1, lambda: 8)
+    while machine.choice.num_threads == 2:
+        machine.run(0.001, lambda: 8)
+    sizes = iter(range(16, 4000, 100))
+    while machine.choice.num_threads == 1:
+        machine.run(0.001, lambda: next(sizes))
+    assert next(sizes) <= 16 + 100 * 6
+
+
 def test_what_was_measured_before_a_silence_does_not_count():
     machine = Machine(2, with_a_core_taken(1, all_threads=2))
     for _ in range(300):
