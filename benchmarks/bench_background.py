@@ -1,6 +1,6 @@
 """What an endless batch costs interactive requests, and what it gets of the time that they leave, live and simulated.
 
-    python benchmarks/bench_background.py [live] [simulated] [--model maitred-mini] [--seconds 25] [--at-once 32]
+    python benchmarks/bench_background.py [live] [simulated] [--model maitred-mini] [--seconds 25] [--rounds 1]
 
 Live: `maitred serve` in processes of its own. First its capacity (requests a second that 16 clients get) and what the
 batch gets alone; then, at 0.3 and 0.6 of the capacity, the same open-loop arrivals without and with the batch beside
@@ -145,10 +145,14 @@ def live(options: argparse.Namespace) -> None:
             print(f"live, {model}: capacity {capacity:.2f} requests/s; batch alone {alone:.0f} tokens/s", flush=True)
             for share in SHARES:
                 send = partial(load, url, model, seconds, share * capacity)
-                without, busy, _ = measured(url, send)
-                with batch(url, model, options.at_once):
-                    time.sleep(2.0)
-                    beside, _, rate = measured(url, send)
+                without, beside, busy, rate = list[Record](), list[Record](), 0.0, 0.0
+                for _ in range(options.rounds):  # equal runs differ by more than what is looked for
+                    records, worked, _ = measured(url, send)
+                    without, busy = without + records, busy + worked / options.rounds
+                    with batch(url, model, options.at_once):
+                        time.sleep(2.0)
+                        records, _, tokens = measured(url, send)
+                    beside, rate = beside + records, rate + tokens / options.rounds
                 part, more = rate / (alone * (1 - busy)), f"busy {busy:.1%} without, batch {rate:.0f} tokens/s"
                 show(share, figures_of(without), figures_of(beside), part, f"{more}, {len(beside)} requests")
 
@@ -207,6 +211,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", choices=("live", "simulated"), default=["live", "simulated"])
     parser.add_argument("--model", default="")
     parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=32)
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[])
     options = parser.parse_args()
