@@ -42,7 +42,7 @@ class DecoderCheckpoint:
     """The parameters of a `TorchDecoder`, as a checkpoint with stacked matrices has them; with `types`, as a GGUF file
     of such tensors: in the first layer q, k and v are alike, and so are gate and up, in all others none are."""
 
-    name, dtype = "in memory", "float32"
+    name, path, identity, dtype = "in memory", "in memory", "", "float32"
 
     def __init__(self, decoder: Any, types: tuple[str, ...] = ()) -> None:
         self.gguf = "in memory" if types else None
