@@ -48,7 +48,7 @@ std::vector<float> run(Isa isa, DType dtype, int num_heads, int num_kv_heads, in
     std::vector<float> table(static_cast<std::size_t>(tokens) * head_dim);
     std::vector<uint8_t> queries(static_cast<std::size_t>(tokens) * num_heads * query_head_bytes(pool.layout()));
     out.assign(static_cast<std::size_t>(tokens) * out_width, 0.0f);
-    AttentionPlan plan(pool.layout(), num_heads, window, 2);
+    AttentionPlan plan(pool.layout(), num_heads, window, false, 2);
     plan.build(step);
     AttentionScratch scratch(pool.layout(), 2);
     WorkCounter counters[3];

@@ -23,7 +23,7 @@ std::vector<float> random_values(std::mt19937& random, int64_t count) {
 // Outputs of two steps, of which the second consumes a draft, and all that the slots hold then.
 std::vector<float> run(const RecurrentKernels& kernels, int key_dim, int value_dim) {
   std::mt19937 random(7);
-  RecurrentOp op{1, 2, key_dim, value_dim, 4, nullptr, nullptr, nullptr, nullptr, 1e-6f, 0};
+  RecurrentOp op{1, 2, key_dim, value_dim, 4, false, nullptr, nullptr, nullptr, nullptr, 1e-6f, 0};
   const std::vector<float> conv = random_values(random, 4 * op.channels()), norm = random_values(random, value_dim),
                            step_bias = random_values(random, 2), rate{-0.5f, -2.0f};
   op.conv = conv.data(), op.norm = norm.data(), op.step_bias = step_bias.data(), op.rate = rate.data();

@@ -11,6 +11,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_checks_of_arm_kernels_fit_the_library() -> None:
+    """They are built nowhere else but in the test below, which takes minutes."""
+    for check in sorted((ROOT / "tests" / "kernels").glob("*_check.cpp")):
+        words = ["g++", "-std=c++17", "-fsyntax-only", "-I", str(ROOT / "src/maitred/kernels/csrc"), str(check)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(
