@@ -46,7 +46,7 @@ CEILINGS = {
     # 21 are the tools around the model and what they keep, 4 the planner, 4 the simulator's baselines, the replay of a
     # server's own traffic with its recording, and the demonstration; 30 are three dialects, vectors of models, files
     # and batches, background work, several models and similar prompts
-    "files": 436,
+    "files": 432,
     # 6,200 are those tools, for which 3,500 were meant: documents in three forms with what is learnt of each, paired
     # intervals, states that outlive any end, and refusals with their numbers took as many lines as the methods.
     # 4,700 are layers of unlike kinds, for which 2,200 were meant: rows for nine families, pages of windows (480 lines,
@@ -59,9 +59,9 @@ CEILINGS = {
     # Anthropic's dialect (850), Responses (1,560: what is kept, followed and cancelled took 580, custom tools' grammars
     # 130), Ollama's (850), files and batches with their store (1,500), vectors and scores (1,500: encoders, rerankers,
     # folders and GGUF), several models (1,100), background work (440), similar prompts (300).
-    "lines": 108_700,
+    "lines": 108_650,
     ON_A_CHATS_WAY: 74,  # the recording that the page replays, and two modules that name what it keeps
-    "modules under 100 lines with one importer": 3,  # one is vectors of ONNX encoders, which need an extra
+    "modules under 100 lines with one importer": 3,
     "names of classes that stand twice": 20,
     "protocols with fewer than two implementations": 0,
     "functions over 80 lines": 0,

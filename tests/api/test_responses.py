@@ -439,8 +439,12 @@ def test_an_answer_of_the_result_cache_is_counted_and_stored_as_any():
     replica = FakeReplica()
     with running_server(replica, make_model(), result_cache_bytes=2**20) as server, strict_client(server.url) as client:
         first, again = (streamed(client, input="hi", temperature=0) for _ in range(2))
-        assert (len(replica.submitted), again) == (1, first)
-        assert client.responses.retrieve(again[1].id) == first[1]
+        assert (len(replica.submitted), told(again[1])) == (1, told(first[1]))
+        for events, response in (first, again):  # each is kept, and deleted, by itself
+            assert client.responses.retrieve(response.id) == response
+            assert {event.item_id for event in events if hasattr(event, "item_id")} == {response.output[0].id}
+        client.responses.delete(first[1].id)
+        assert client.responses.retrieve(again[1].id) == again[1]
 
 
 def test_a_full_disk_costs_no_answer_which_says_that_it_is_not_stored(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import asynccontextmanager
 
 import httpx
@@ -64,8 +65,17 @@ async def test_a_similar_prompt_has_the_same_answer_and_another_has_its_own(tmp_
         for fields in other:  # all else must be the same
             assert (await ask(http, NEAR, stream=stream, **fields)).headers["x-maitred-cache"] == "miss"
         assert (await ask(http, NEAR, cache_control="no-cache", stream=stream)).headers["x-maitred-cache"] == "miss"
-        of_input = [await http.post("/v1/responses", json={"input": text, "temperature": 0}) for text in (LONG, NEAR)]
-        assert [told.headers["x-maitred-cache"].partition(";")[0] for told in of_input] == ["miss", "similar"]
+        asked = [
+            await http.post("/v1/responses", json={"input": text, "temperature": 0, "stream": stream})
+            for text in (LONG, NEAR, LONG)
+        ]
+        assert [told.headers["x-maitred-cache"].partition(";")[0] for told in asked] == ["miss", "similar", "hit"]
+        ids = [re.findall(r'"id":"resp_(\w+)"', told.text)[0] for told in asked]
+        for id, told, text in zip(ids, asked, (LONG, NEAR, LONG), strict=True):  # each is kept by itself
+            assert {*re.findall("[0-9a-f]{48}", told.text)} == {id}
+            (item,) = (await http.get(f"/v1/responses/resp_{id}/input_items")).json()["data"]
+            assert item["content"][0]["text"] == text
+        assert len({*ids}) == 3
         page = (await http.get("/metrics")).text
         assert 'maitred_result_cache_requests_total{result="similar"} 2.0' in page
         assert "maitred_result_cache_similar_on 1.0" in page

@@ -30,6 +30,7 @@ from maitred.api.http.errors import http_error, shortened
 from maitred.api.http.exchange import CONNECTION, JSON_HEADERS, EventStream, Exchange
 from maitred.api.http.in_flight import WatchedWork
 from maitred.api.http.logs import ERRORS
+from maitred.api.http.results import HEADER as CACHED
 from maitred.api.http.routes import GENERATION_ERRORS, Route
 from maitred.api.http.service import Service
 from maitred.core.errors import InvalidRequest, RouteNotFound, Unavailable
@@ -43,6 +44,7 @@ _FINAL = frozenset(f"response.{status}" for status in ("completed", "incomplete"
 _BROKE_OFF: Mapping[str, Any] = {"message": "the answer broke off", "type": "server_error"}
 _CODES = {"server_error": "server_error", "rate_limit_error": "rate_limit_exceeded"}  # by the type of an error
 _NUMBER = re.compile(rb'"sequence_number": ?\d+')  # within a text its quotes would be escaped
+_ID = re.compile(rb'"id": ?"resp_(\w+)"')
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _LIST = msgspec.json.Decoder(list[Raw])
 _encode = msgspec.json.encode
@@ -247,6 +249,8 @@ class KeptResponse:
     _is_cancelled: bool = False
     _num_events: int = 0
     _is_stream: bool = False
+    _is_cached: bool = False  # so what comes has the id of an earlier response
+    _ids: tuple[bytes, bytes] | None = None  # that one's, and this one's, from behind their prefixes
     _head: Message | None = None  # held until the body is known
     _body: bytes = b""
 
@@ -264,7 +268,7 @@ class KeptResponse:
     def send(self, message: Message) -> Awaitable[None]:
         """Pass on an ASGI message of the answer, after what must be stored before it."""
         body = message.get("body", b"")
-        is_plain = self._is_stream and self._head is None and message.get("more_body", False)
+        is_plain = self._is_stream and self._head is None and not self._is_cached and message.get("more_body", False)
         if not (is_plain and body.endswith(UNCOUNTED) and b'"response":{' not in body):
             return self._pass_on(message)
         message["body"] = self._counted(body)  # what a token brings
@@ -275,14 +279,17 @@ class KeptResponse:
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
             self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
             self._head = message
+            cached = dict(message["headers"]).get(CACHED, b"miss")
+            self._is_cached = self._items is not None and not cached.startswith(b"miss")
             return
         body, is_last = message.get("body", b""), not message.get("more_body", False)
         if not self._is_stream:
             self._body += body
             if not is_last:
                 return
-            body = await self._whole(self._body)
+            body = await self._whole(self._own(self._body))
         else:
+            body = self._own(body)
             body = b"".join([await self._event(text) for text in body.split(b"\n\n") if text])
             if is_last and not self.is_over:
                 body += await self.failed(_BROKE_OFF)
@@ -293,6 +300,12 @@ class KeptResponse:
             await send({**self._head, "headers": headers + length})
             self._head = None
         await send({**message, "body": body})
+
+    def _own(self, body: bytes) -> bytes:
+        """What comes out of a cache with this response's own id, for each is kept, and deleted, by itself."""
+        if self._is_cached and self._ids is None and (found := _ID.search(body)) is not None:
+            self._ids = found[1], self.id.removeprefix("resp_").encode() or secrets.token_hex(24).encode()
+        return body if self._ids is None else body.replace(*self._ids)
 
     async def _whole(self, body: bytes) -> bytes:
         assert self._head is not None, "it comes before the body"
