@@ -55,7 +55,10 @@ def test_every_button_of_the_demonstration_is_pressed_and_no_answer_fails(addres
 
     expect(page.locator("#stat-ready")).to_have_text("3")
     expect(worker("replica-1")).to_contain_text("prefill")
+    page.get_by_role("button", name="Less documents").evaluate("button => { button.wasPressed = true; }")
     all_answer()
+    row = page.locator("#demo-loads tbody tr").filter(has_text="documents")
+    assert page.get_by_role("button", name="Less documents").evaluate("button => button.wasPressed"), row.inner_text()
     press("Kill replica-2")
     expect(worker("replica-2")).not_to_contain_text("ready")
     expect(worker("replica-2")).to_contain_text("ready")

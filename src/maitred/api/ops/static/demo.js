@@ -1,6 +1,6 @@
 // `maitred demo`: buttons that strike workers, change loads and the policy, and put the fleet to sleep.
 
-import { $, h, say } from "./dom.js";
+import { $, fillRows, h, say } from "./dom.js";
 import { inertLine } from "./inert.js";
 import { count, plural, seconds } from "./words.js";
 
@@ -91,22 +91,3 @@ const SAID = {
   sleep: () => "The engines have ended and their memory is free. A message in the chat wakes one; the button wakes all.",
   wake: () => "Every engine is there again.",
 };
-
-/** Rows are kept, by key, as long as their cells' words are the same: so a button is not replaced under the finger. */
-function fillRows(place, titles, rows) {
-  if (!place.tBodies.length)
-    place.replaceChildren(h("thead", {}, h("tr", {}, titles.map((title) => h("th", {}, title)))), h("tbody", {}));
-  const body = place.tBodies[0];
-  const old = new Map([...body.rows].map((row) => [row.dataset.key, row]));
-  const kept = rows.map(([key, cells]) => {
-    const made = h("tr", { "data-key": key }, cells.map((cell) => h("td", {}, cell)));
-    const before = old.get(key);
-    return before && same(before, made) ? before : made;
-  });
-  if (kept.length !== body.rows.length || kept.some((row, index) => body.rows[index] !== row)) body.replaceChildren(...kept);
-}
-
-function same(before, made) {
-  const buttons = (row) => [...row.querySelectorAll("button")].map((button) => `${button.getAttribute("aria-label")}${button.disabled}`).join();
-  return before.textContent === made.textContent && buttons(before) === buttons(made);
-}

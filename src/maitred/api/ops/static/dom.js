@@ -37,3 +37,25 @@ export function showTip(event, text) {
   tip.style.left = `${Math.max(8, x)}px`;
   tip.style.top = `${below ? event.clientY + 18 : event.clientY - tip.offsetHeight - 12}px`;
 }
+
+/** Rows are kept, by key, and cells as long as their words are the same: so a button is not replaced under the finger. */
+export function fillRows(place, titles, rows) {
+  if (!place.tBodies.length)
+    place.replaceChildren(h("thead", {}, h("tr", {}, titles.map((title) => h("th", {}, title)))), h("tbody", {}));
+  const body = place.tBodies[0];
+  const old = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  const kept = rows.map(([key, cells]) => {
+    const row = old.get(key) ?? h("tr", { "data-key": key }, cells.map(() => h("td", {})));
+    cells.forEach((cell, index) => {
+      const made = h("td", {}, cell);
+      if (!same(row.cells[index], made)) row.cells[index].replaceWith(made);
+    });
+    return row;
+  });
+  if (kept.length !== body.rows.length || kept.some((row, index) => body.rows[index] !== row)) body.replaceChildren(...kept);
+}
+
+function same(before, made) {
+  const buttons = (cell) => [...cell.querySelectorAll("button")].map((button) => `${button.getAttribute("aria-label")}${button.disabled}`).join();
+  return before.textContent === made.textContent && buttons(before) === buttons(made);
+}

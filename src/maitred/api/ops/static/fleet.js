@@ -1,6 +1,6 @@
 // A router's replicas: who is there, how busy each is, and how many requests are held until one has room.
 
-import { $, h, say } from "./dom.js";
+import { $, fillRows, h, say } from "./dom.js";
 import { inertLine } from "./inert.js";
 import { Tiles } from "./stats.js";
 import { bytes, count, percent, plural, seconds } from "./words.js";
@@ -42,15 +42,10 @@ export class Fleet {
 
   /** Several models of which some are in memory; a button loads one or puts it out. */
   takeModels(models) {
-    const told = JSON.stringify(models);
-    if (told === this.toldModels) return; // a button that is being pressed stays
-    this.toldModels = told;
     $("swaps").hidden = !models.length;
     const there = models.filter((model) => model.state !== "unloaded");
     say($("swaps-note"), `${there.length} of ${models.length} in memory, ${bytes(sum(there, "memory_bytes"))}`);
-    const head = h("tr", {}, ...MODELS_HEAD.map((title) => h("th", {}, title)));
-    const rows = models.map((model) => this.modelRow(model));
-    $("swap-rows").replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
+    fillRows($("swap-rows"), MODELS_HEAD, models.map((model) => this.modelRow(model)));
   }
 
   modelRow(model) {
@@ -59,7 +54,7 @@ export class Fleet {
     button.addEventListener("click", () => this.order(isOut ? "load" : "unload", model.name));
     const why = model.error ? h("p", { class: "why" }, inertLine(model.error, 200)) : "";
     const names = [model.name, ...model.aliases].join(", ");
-    const cells = [
+    return [model.name, [
       [h("b", {}, inertLine(names, 60)), model.pinned ? " (pinned)" : ""],
       [h("span", { class: `standing ${model.state}` }, model.state), why],
       [bytes(model.memory_bytes)],
@@ -67,8 +62,7 @@ export class Fleet {
       [count(model.waiting)],
       [model.expires_in_s === null ? "–" : `in ${seconds(model.expires_in_s)}`],
       [button],
-    ];
-    return h("tr", {}, cells.map((cell) => h("td", {}, cell)));
+    ]];
   }
 
   async order(what, model) {
