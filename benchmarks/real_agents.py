@@ -92,7 +92,7 @@ def of_codex(turn: int, folder: Path, last: bool) -> bytes:
 
 
 class Relay(ThreadingHTTPServer):
-    """Asks the server each turn, keeps what it said of the prompt, and answers the client by `write`."""
+    """Proxy that asks the server each turn, keeps the prompt's figures, and answers the client by `write`."""
 
     daemon_threads = True
 
@@ -113,6 +113,7 @@ class Relayed(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def ask(self) -> None:
+        """Relay one request; a turn's answer is replaced by the scripted one."""
         relay = self.server
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         is_turn = self.path.split("?")[0] == relay.path

@@ -54,7 +54,7 @@ class TextThreads:
     """Threads for templates, tokenising, and long answers. Long work waits for other long work only."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        self._clock = clock  # of the work alone: on a busy machine text takes long that is quick
+        self._clock = clock  # this thread's processor time: by the wall, quick work is slow on a busy machine
         self._short = ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="maitred-text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="maitred-long-text")
         self._shaped = ThreadPoolExecutor(1, thread_name_prefix="maitred-shapes")

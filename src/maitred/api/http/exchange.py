@@ -236,9 +236,8 @@ class IgnoredFields:
             return
         if self._strict:
             raise _refusal(unknown[0], known)
-        told = names_told(unknown)
-        exchange.told += ((IGNORED_FIELDS, told),)
-        exchange.log["ignored_fields"] = told.decode()
+        exchange.tell(IGNORED_FIELDS, unknown)
+        exchange.log["ignored_fields"] = names_told(unknown).decode()
         for name in unknown[:MAX_TOLD]:
             self._log(exchange, name, known)
 

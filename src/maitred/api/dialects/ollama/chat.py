@@ -188,9 +188,7 @@ def _as_asked(app: App, exchange: Exchange, sent: Sent[OllamaRequest]) -> ChatCo
             'as "5m"; 0 unloads the model, below 0 keeps it',
             param="keep_alive",
         )
-    if kept_s == 0 and not app.fleet_token.is_shown_by(
-        exchange.headers
-    ):  # the only model stays; a router may unload it
+    if kept_s == 0 and not exchange.from_router:  # the only model stays; a router may unload it
         unserved.append("keep_alive")
     app.ignored_fields.heed(exchange, (*sent.unknown, *unserved), _DECODER.known)
     given = {ours: getattr(options, theirs) for ours, theirs in _OPTIONS.items() if ours != "max_tokens"}

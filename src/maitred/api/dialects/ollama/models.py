@@ -90,7 +90,7 @@ async def steered(generate: Callable[..., Awaitable[None]], router: Any, exchang
         sent = _NAMED.decode(body) if b"keep_alive" in body else sent
     if keep_alive_s(sent.keep_alive) == 0:
         if router.fleet.core.several is None:
-            exchange.told += ((IGNORED_FIELDS, b"keep_alive"),)
+            exchange.tell(IGNORED_FIELDS, ("keep_alive",))
         elif not sent.prompt and not sent.messages:
             name = router.models.untagged(sent.model) or router.fleet.core.several.models[0].name
             await router.models.check(name, exchange.caller)

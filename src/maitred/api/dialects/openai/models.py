@@ -31,7 +31,7 @@ async def list_models(app: App, exchange: Exchange) -> None:
 def model_cards(app: App, exchange: Exchange) -> list[schemas.ModelCard]:
     """Every name under which the model answers, and the adapters that the caller may ask for."""
     cards = [_card(app, name) for name in app.model.names]
-    if app.adapters is not None and app.fleet_token.is_shown_by(exchange.headers):
+    if app.adapters is not None and exchange.from_router:
         return [*cards, *(_adapter_card(app, facts) for facts in app.adapters.named.values())]
     return [*cards, *(_adapter_card(app, facts) for facts in app.adapters_of(exchange.caller))]
 

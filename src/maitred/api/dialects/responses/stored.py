@@ -249,8 +249,8 @@ class KeptResponse:
     _is_cancelled: bool = False
     _num_events: int = 0
     _is_stream: bool = False
-    _is_cached: bool = False  # so what comes has the id of an earlier response
-    _ids: tuple[bytes, bytes] | None = None  # that one's, and this one's, from behind their prefixes
+    _is_cached: bool = False  # the answer is a result cache's, under the id of an earlier response
+    _ids: tuple[bytes, bytes] | None = None  # of the earlier response and of this one, without `resp_`
     _head: Message | None = None  # held until the body is known
     _body: bytes = b""
 
@@ -302,7 +302,7 @@ class KeptResponse:
         await send({**message, "body": body})
 
     def _own(self, body: bytes) -> bytes:
-        """What comes out of a cache with this response's own id, for each is kept, and deleted, by itself."""
+        """`body` with this response's id in place of a cached one's: each response is kept and deleted by itself."""
         if self._is_cached and self._ids is None and (found := _ID.search(body)) is not None:
             self._ids = found[1], self.id.removeprefix("resp_").encode() or secrets.token_hex(24).encode()
         return body if self._ids is None else body.replace(*self._ids)
